@@ -1,4 +1,4 @@
-"""How long the phases of a step take, and how much memory the process has used."""
+"""Seconds of the phases of a step, and the peak memory of the process."""
 
 import sys
 import time
@@ -9,10 +9,10 @@ import torch
 
 
 class Clock:
-    """Adds up seconds by phase, and knows which phase runs now. Phases do not nest.
+    """Adds up seconds by phase; phases do not nest.
 
-    On a CUDA device work is only queued: where a phase begins or ends, what is queued is waited for, so that it counts
-    towards the phase that has asked for it.
+    On a CUDA device work is only queued: where a phase begins or ends, the device is synchronized, so that queued work
+    counts towards the phase that has queued it.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Clock:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + _now() - started
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count seconds that were measured within one phase, which has ended, towards another one."""
+        """Count seconds of one phase, which has ended, towards another one."""
         self._seconds[source] = self._seconds.get(source, 0.0) - seconds
         self._seconds[target] = self._seconds.get(target, 0.0) + seconds
 
     def restart(self) -> None:
-        """Forget all phases, and measure the whole step from now on."""
+        """Reset all phases, and measure the step from now on."""
         self._seconds, self._started = {}, _now()
 
     def read(self) -> dict[str, float]:
@@ -44,7 +44,6 @@ class Clock:
 
 
 def _now() -> float:
-    """Seconds, once the process's CUDA device, if it uses one, has done its work."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -233,7 +233,7 @@ class Run:
         if mode == "fit":
             steps, seconds, first = resume.recorded_progress(checkpoint, self.directory)
         started, overrides = first or utc_now(), redact_overrides(self._overrides)
-        record_status(seconds_before=seconds, started=started, choices=self._choices)
+        record_status(seconds_before=seconds, started=started, choices=self._choices, overrides=overrides)
         if is_first_process():
             if mode == "fit":
                 continues = checkpoint is not None and resume.belongs_to(checkpoint, self.directory)

@@ -29,7 +29,7 @@ def test_on_gpus_objects_are_exchanged_by_the_cpus(
         strategy.cluster_environment = Alone()  # type: ignore[assignment]
         (strategy.setup_distributed if isinstance(strategy, ReplicatedStrategy) else strategy._setup_distributed)()
     assert asked == [("gloo", None), ("cpu:gloo,cuda:nccl", torch.device("cuda:0"))]
-    assert at_exit == 2 * [strategies._end_contact]  # on CPUs as well
+    assert at_exit == 2 * [strategies._destroy_process_group]  # on CPUs as well
 
 
 class Alone:
@@ -55,7 +55,7 @@ def two_backends() -> Iterator[None]:
     # The backend of GPUs cannot be NCCL here; torch chooses by the devices' names.
     dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
-    strategies._end_contact()
+    strategies._destroy_process_group()
     assert not dist.is_initialized()
 
 

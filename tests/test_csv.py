@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lightning.logger.csv import CSVLogger, read, rewind, write
+from grpo_lightning.logger.csv import CSVLogger, read_rows, rewind, write_rows
 from tests.support.running import small_run
 
 
@@ -46,8 +46,8 @@ def test_another_process_goes_on_with_the_file_and_may_have_new_columns(tmp_path
 @pytest.mark.slow
 def test_a_validation_alone_is_logged_and_one_of_a_training_adds_nothing(tmp_path):
     alone = small_run(tmp_path / "alone", "mode=validate", "logger=csv")
-    (row,) = read(tmp_path / "alone" / "csv" / "metrics.csv")
-    assert len([*read(tmp_path / "alone" / "csv" / "completions_validation.csv")]) == 16
+    (row,) = read_rows(tmp_path / "alone" / "csv" / "metrics.csv")
+    assert len([*read_rows(tmp_path / "alone" / "csv" / "completions_validation.csv")]) == 16
     assert row.pop("step") == "0"
     assert {name: float(value) for name, value in row.items()} == alone.metrics
     small_run(tmp_path / "trained", "logger=csv")
@@ -101,14 +101,14 @@ def test_steps_are_noted_until_they_are_saved(tmp_path):
 
 def test_a_file_that_cannot_be_written_anew_stays(tmp_path, monkeypatch):
     path = tmp_path / "metrics.csv"
-    write(path, [{"step": 1, "a": 2.0}])
+    write_rows(path, [{"step": 1, "a": 2.0}])
 
     def full(*_):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
-        write(path, [{"step": 7, "a": 2.0}])
+        write_rows(path, [{"step": 7, "a": 2.0}])
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
     assert path.read_text().splitlines() == ["step,a", "1,2.0"]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from grpo_lightning.callbacks.progress import describe, outcome_name, progress_bar
+from grpo_lightning.callbacks.progress import describe_metrics, outcome_metric, progress_bar
 from grpo_lightning.console import format_number
 from tests.support.running import small_run
 
@@ -22,10 +22,10 @@ TRAINING = {
 
 
 def module(metrics, *, right="accuracy", done=10, validated=0, steps=500):
-    judge = SimpleNamespace(rewards={right: None} if right else {}, outcome_name=right)
+    scorer = SimpleNamespace(rewards={right: None} if right else {}, outcome_name=right)
     return SimpleNamespace(
         metrics=metrics,
-        validation=SimpleNamespace(judge=judge, every=20),
+        validation=SimpleNamespace(scorer=scorer, every=20),
         completed_steps=done,
         validated_at=validated,
         steps=steps,
@@ -55,34 +55,38 @@ def test_numbers_are_short():
 
 
 def test_a_line_shows_what_is_known_the_outcome_first():
-    assert describe(module({}), room=80) == ""
-    assert describe(module({"val/pass@1": 0.2612}, done=0), room=80) == "pass@1 .26"
+    assert describe_metrics(module({}), room=80) == ""
+    assert describe_metrics(module({"val/pass@1": 0.2612}, done=0), room=80) == "pass@1 .26"
     whole = "accuracy .45  reward .55  kl .0081  format .98  advantage ±.32  tok/s 812"
-    assert describe(module(TRAINING), room=len(whole)) == whole
-    assert describe(module(TRAINING), room=len(whole) - 1) == whole.removesuffix("  tok/s 812")
-    assert describe(module(TRAINING), room=12) == "accuracy .45"
-    assert describe(module(TRAINING), room=10) == "accura .45"
-    assert describe(module(TRAINING), room=3) == ".45"
-    assert describe(module(TRAINING), room=2) == ""
+    assert describe_metrics(module(TRAINING), room=len(whole)) == whole
+    assert describe_metrics(module(TRAINING), room=len(whole) - 1) == whole.removesuffix("  tok/s 812")
+    assert describe_metrics(module(TRAINING), room=12) == "accuracy .45"
+    assert describe_metrics(module(TRAINING), room=10) == "accura .45"
+    assert describe_metrics(module(TRAINING), room=3) == ".45"
+    assert describe_metrics(module(TRAINING), room=2) == ""
 
 
 def test_the_outcome_is_the_reward_that_says_what_is_right():
-    assert outcome_name(module(TRAINING)) == "reward/accuracy"
-    assert outcome_name(module({"reward/sums": 0.1, **TRAINING}, right="sums")) == "reward/sums"
-    assert outcome_name(module({"reward/total": 1.0}, right="absent")) == "reward/total"
-    assert outcome_name(module({"reward/total": 1.0}, right="")) == "reward/total"
-    assert outcome_name(module({"loss/total": 2.3})) == "loss/total"
-    assert outcome_name(module({"val/pass@1": 0.2})) is None
-    assert describe(module({"loss/total": 2.345, "val/pass@1": 0.5}, validated=10), room=80) == "loss 2.35  pass@1 .50"
+    assert outcome_metric(module(TRAINING)) == "reward/accuracy"
+    assert outcome_metric(module({"reward/sums": 0.1, **TRAINING}, right="sums")) == "reward/sums"
+    assert outcome_metric(module({"reward/total": 1.0}, right="absent")) == "reward/total"
+    assert outcome_metric(module({"reward/total": 1.0}, right="")) == "reward/total"
+    assert outcome_metric(module({"loss/total": 2.3})) == "loss/total"
+    assert outcome_metric(module({"val/pass@1": 0.2})) is None
+    assert (
+        describe_metrics(module({"loss/total": 2.345, "val/pass@1": 0.5}, validated=10), room=80)
+        == "loss 2.35  pass@1 .50"
+    )
 
 
 def test_an_old_validation_is_shown_with_its_step_or_not_at_all():
     metrics = {"reward/accuracy": 0.98, "val/pass@1": 0.26}
-    assert describe(module(metrics, done=10, validated=0), room=80) == "accuracy .98"
+    assert describe_metrics(module(metrics, done=10, validated=0), room=80) == "accuracy .98"
     assert (
-        describe(module(metrics, done=10, validated=0), room=80, keep_old=True) == "accuracy .98  pass@1 .26 (step 0)"
+        describe_metrics(module(metrics, done=10, validated=0), room=80, keep_old=True)
+        == "accuracy .98  pass@1 .26 (step 0)"
     )
-    assert describe(module(metrics, done=20, validated=20), room=80) == "accuracy .98  pass@1 .26"
+    assert describe_metrics(module(metrics, done=20, validated=20), room=80) == "accuracy .98  pass@1 .26"
 
 
 WILD = {
@@ -114,10 +118,10 @@ def test_every_combination_fits_the_bar_and_the_line():
             text = "".join(segment.text for segment in line)
             assert len(text.rstrip("\n")) <= columns
             assert "100000" in text
-            if columns > 40 and (name := outcome_name(one)):
+            if columns > 40 and (name := outcome_metric(one)):
                 assert {"reward/total": " reward ", "loss/total": " loss "}.get(name, f" {right[:8]}") in text
     for metrics, room, keep_old in product(COMBINATIONS[::5], (20, 55, 75), (False, True)):
-        assert len(describe(module(metrics), room=room, keep_old=keep_old)) <= room
+        assert len(describe_metrics(module(metrics), room=room, keep_old=keep_old)) <= room
 
 
 def test_lines_fit_into_80_columns(tmp_path, capsys):

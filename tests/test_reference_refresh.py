@@ -67,7 +67,7 @@ def test_a_reference_that_never_moved_is_no_part_of_a_checkpoint(tmp_path):
 
 def test_impossible_settings_are_refused():
     for settings in ({"every": 0, "alpha": 1.0}, {"every": 1, "alpha": 0.0}, {"every": 1, "alpha": 1.5}):
-        with pytest.raises(ValueError, match="allowed are every >= 1 and 0 < alpha <= 1"):
+        with pytest.raises(ValueError, match="use every >= 1 and 0 < alpha <= 1"):
             ReferenceRefresh(**settings)
 
 

@@ -15,7 +15,6 @@ from grpo_lightning.checkpoint import io, rewind
 from grpo_lightning.console import atomic_path
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.logger.base import warn_on_failure
-from grpo_lightning.module.base import StepModule
 from grpo_lightning.supervisor import recorded_status
 
 
@@ -26,7 +25,7 @@ class RunCheckpoint(Checkpoint):
         directory: Where the two files are written.
         every: Steps between checkpoints; one is also written after every validation and after the last step.
         monitor: The metric that says which is best; larger is better.
-        events_directory: Where TensorBoard's files are; their lengths are recorded, so that a resumed run can cut off
+        events_directory: Where TensorBoard's files are; their lengths are recorded, so that a continued run can remove
             what was written later.
 
     Raises:
@@ -35,70 +34,60 @@ class RunCheckpoint(Checkpoint):
     """
 
     def __init__(self, directory: str, *, every: int, monitor: str, events_directory: str) -> None:
-        self.directory = Path(directory)
+        self.last = Path(directory) / "last.ckpt"
+        self.best = Path(directory) / "best.ckpt"
         self.every = every
         self.monitor = monitor
         self.events_directory = Path(events_directory)
-        self.best = float("-inf")
+        self.best_value = float("-inf")
         self._saved_step: int | None = None
         self._seconds_before = 0.0
         self._started = time.perf_counter()
         self._bytes = 0
         self._data: dict[str, Any] | None = None
 
-    @property
-    def last(self) -> Path:
-        """The newest checkpoint."""
-        return self.directory / "last.ckpt"
-
-    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        steps = _steps(module)
-        self._bytes = io.checkpoint_bytes(steps.policy, steps.optimizer, all_weights=steps.base is None)
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        self._bytes = io.checkpoint_bytes(module.policy, module.optimizer, all_weights=module.base is None)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._data = data.fingerprint() if hasattr(data, "fingerprint") else None
         problem = None
         if trainer.is_global_zero:
             try:
-                io.check_room(self.directory, checkpoint=self._bytes)
+                io.check_room(self.last.parent, checkpoint=self._bytes)
             except io.CannotSave as error:
                 problem = str(error)
         if problem := trainer.strategy.broadcast(problem):  # all processes end, none waits for another
             raise io.CannotSave(problem)
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        done = _steps(module).completed_steps
-        every = _steps(module).validation.every
-        validates_now = done == _steps(module).steps or (every and done % every == 0)
-        if done % self.every == 0 and not validates_now:  # a validation ends with a checkpoint of its own
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        step, every = module.completed_steps, module.validation.every
+        validates_now = step == module.steps or (every and step % every == 0)
+        if step % self.every == 0 and not validates_now:  # a validation ends with a checkpoint of its own
             self._save(trainer)
 
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.state.fn != "fit":
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        # A continued run that starts between two validations skips the one before its first step.
+        if trainer.state.fn != "fit" or module.validated_at != module.completed_steps:
             return
-        metrics = _steps(module).metrics
-        if _steps(module).validated_at != _steps(module).completed_steps:
-            return  # nothing was validated: a resumed run that starts between two validations
-        value = metrics.get(self.monitor, float("-inf"))  # training metrics come with the first step
-        if self.monitor.startswith("val/") and self.monitor not in metrics:
-            raise ValueError(f"sweep_metric={self.monitor}: allowed is one of {', '.join(sorted(metrics))}")
-        improved = value > self.best
-        self.best = max(self.best, value)
+        if self.monitor.startswith("val/") and self.monitor not in module.metrics:
+            raise ValueError(f"sweep_metric={self.monitor} is none of the metrics: {', '.join(sorted(module.metrics))}")
+        value = module.metrics.get(self.monitor, float("-inf"))  # training metrics come with the first step
+        improved = value > self.best_value
+        self.best_value = max(self.best_value, value)
         self._save(trainer)
-        best = self.directory / "best.ckpt"
         if improved and trainer.is_global_zero:
-            with io.explain_write_errors(best, self._bytes, kept=self._kept):
-                _link(self.last, best)
+            with io.explain_write_errors(self.best, self._bytes, kept=self._kept):
+                _link(self.last, self.best)
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        # whoever has ended it: a time limit, or a callback of the user's
-        if self._saved_step != _steps(module).completed_steps:
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        if self._saved_step != module.completed_steps:  # a time limit or another callback has ended the run
             self._save(trainer)
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Preempted) and exception.between_steps and trainer.state.fn == "fit":
             self._save(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
             with warn_on_failure(logger):
                 logger.save()
@@ -106,8 +95,8 @@ class RunCheckpoint(Checkpoint):
                     logger.experiment.flush()
         checkpoint["run"] = {
             "version": __version__,
-            "config": _steps(module).settings,
-            "best": self.best,
+            "config": module.settings,
+            "best": self.best_value,
             "events": rewind.event_lengths(self.events_directory),
             "started": recorded_status().get("started"),
             "seconds": self._seconds_before + time.perf_counter() - self._started,
@@ -115,28 +104,22 @@ class RunCheckpoint(Checkpoint):
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.best = checkpoint["run"]["best"]
+        self.best_value = checkpoint["run"]["best"]
         self._seconds_before = checkpoint["run"].get("seconds", 0.0)
         self._saved_step = checkpoint["step"]["completed"]
 
     def _save(self, trainer: Trainer) -> None:
         with io.explain_write_errors(self.last, self._bytes, kept=self._kept):
             trainer.save_checkpoint(self.last, weights_only=False)
-        self._saved_step = _steps(trainer.lightning_module).completed_steps
+        self._saved_step = trainer.lightning_module.completed_steps  # type: ignore[assignment]
 
     def _kept(self) -> str:
-        known = [path.name for path in (self.last, self.directory / "best.ckpt") if path.exists()]
-        return f"{' and '.join(known)} of earlier steps stay as before" if known else "there is no earlier one"
-
-
-def _steps(module: LightningModule) -> StepModule:
-    if not isinstance(module, StepModule):
-        raise TypeError(f"this callback counts the steps of a StepModule, not of {type(module).__name__}")
-    return module
+        names = [path.name for path in (self.last, self.best) if path.exists()]
+        return f"{' and '.join(names)} of earlier steps stay as before" if names else "there is no earlier one"
 
 
 def _link(source: Path, destination: Path) -> None:
-    """Make ``destination`` the same file as ``source``, which is only ever replaced; a copy where that cannot be."""
+    """Make ``destination`` a hard link to ``source``, which is only ever replaced; a copy where that is impossible."""
     with atomic_path(destination) as place:
         place.unlink(missing_ok=True)
         if source.is_symlink():  # to the directory of a sharded checkpoint

@@ -11,70 +11,11 @@ from torch import Tensor
 
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint import io
-from grpo_lightning.distributed.sharding import is_sharded, whole_weights
+from grpo_lightning.distributed.sharding import full_state_dict, is_sharded
 from grpo_lightning.policy import Policy
 
-
-def export(
-    policy: Policy,
-    directory: Path,
-    *,
-    metrics: Mapping[str, float],
-    settings: Mapping[str, Any],
-    weights: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write weights, tokenizer and README.md to ``directory``: all of it or, when interrupted, none.
-
-    Args:
-        policy: The policy to write.
-        directory: Where to write it; replaced if it exists.
-        metrics: The final metrics, for the model card.
-        settings: The run's settings, for the model card.
-        weights: The policy's weights, where the policy itself holds a part of them only.
-
-    Raises:
-        ValueError: The directory holds something else than an export.
-        CannotSave: It could not be written.
-    """
-    directory = check_replaceable(directory).resolve()  # the end of a link is replaced, not the link
-    staged = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(staged, ignore_errors=True)
-    needed = io.weights_bytes((weights or policy.state_dict()).values())
-    with io.explain_write_errors(directory, needed, kept=lambda: _LATER):
-        try:
-            staged.mkdir(parents=True)
-            policy.export(staged, weights)
-            loads = (staged / "config.json").exists()  # a module of a program is no model of transformers
-            (staged / "README.md").write_text(card(metrics, settings, is_hf=loads), encoding="utf-8")
-            for path in staged.iterdir():  # safetensors lets nobody else read its own
-                path.chmod(staged.stat().st_mode & 0o666)
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
-        shutil.rmtree(directory, ignore_errors=True)
-        staged.replace(directory)
-
-
-def check_replaceable(directory: Path, *, key: str = "callbacks.export.directory") -> Path:
-    """The same; a directory with files that is no export is refused.
-
-    Raises:
-        ValueError: It is a file, or a directory with files and without the model card of an export, or with folders.
-    """
-    found, page = list(directory.iterdir()) if directory.is_dir() else [directory], directory / "README.md"
-    is_export = page.is_file() and _MADE_BY in page.read_text(encoding="utf-8", errors="replace")
-    if not directory.exists() or not found or (is_export and not any(path.is_dir() for path in found)):
-        return directory
-    raise ValueError(
-        f"{key}={directory}: allowed is a directory that does not exist, is empty, or holds an earlier export, which is"
-        " replaced"
-    )
-
-
-_LATER = "the checkpoints stay, and mode=export checkpoint=last exports later"
 _MADE_BY = "trained with grpo-lightning"
-
-_LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
+_LOAD_MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
@@ -83,30 +24,6 @@ _LOAD_STATE = """import torch
 
 model.load_state_dict(torch.load("path/to/this/directory/model.pt", weights_only=True))
 """
-
-
-def card(metrics: Mapping[str, float], settings: Mapping[str, Any], *, is_hf: bool = True) -> str:
-    """A model card that says what the policy was made from, by which settings, and with which result.
-
-    Args:
-        metrics: Final values.
-        settings: The run's.
-        is_hf: Whether transformers can load it; else it is the ``model.pt`` of a module of a program.
-    """
-    base = settings.get("policy", {}).get("path", "a model of a program")
-    library, use = ("transformers", _LOAD) if is_hf else ("pytorch", _LOAD_STATE)
-    validated = {name: value for name, value in sorted(metrics.items()) if name.startswith("val/")}
-    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in validated.items())
-    listed = json.dumps(settings, indent=2, default=str)
-    return (
-        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [grpo, reinforcement-learning]\n---\n\n"
-        f"# A policy trained from `{base}`\n\n"
-        f"Post-{_MADE_BY} {__version__}: group relative policy optimization "
-        "([arXiv:2402.03300](https://arxiv.org/abs/2402.03300)) and its variants.\n\n"
-        f"| metric | value |\n|---|---|\n{rows}\n\n"
-        f"```python\n{use}```\n\n"
-        f"<details><summary>Settings</summary>\n\n```json\n{listed}\n```\n\n</details>\n"
-    )
 
 
 class Export(Callback):
@@ -123,9 +40,88 @@ class Export(Callback):
         if stage == "fit" and trainer.is_global_zero:
             check_replaceable(self.directory)
 
-    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
-        policy: Any = module.policy
-        weights = whole_weights(policy) if is_sharded(policy) else None
+    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
+        weights = full_state_dict(module.policy) if is_sharded(module.policy) else None
         if trainer.is_global_zero:
-            facts: dict[str, Any] = {"metrics": module.metrics, "settings": module.settings}
-            export(policy, self.directory, weights=weights, **facts)
+            metrics, settings = module.metrics, module.settings
+            export(module.policy, self.directory, weights=weights, metrics=metrics, settings=settings)
+
+
+def export(
+    policy: Policy,
+    directory: Path,
+    *,
+    metrics: Mapping[str, float],
+    settings: Mapping[str, Any],
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write weights, tokenizer and README.md to ``directory``: all of it or, when interrupted, nothing.
+
+    Args:
+        policy: The policy to write.
+        directory: Where to write it; replaced if it exists.
+        metrics: The final metrics, for the model card.
+        settings: The run's settings, for the model card.
+        weights: The policy's weights, where the policy itself holds a shard of them.
+
+    Raises:
+        ValueError: The directory holds something else than an export.
+        CannotSave: It could not be written.
+    """
+    directory = check_replaceable(directory).resolve()  # replaces what a link leads to, not the link
+    staged = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    needed = io.weights_bytes((weights or policy.state_dict()).values())
+    kept = "the checkpoints stay, and mode=export checkpoint=last exports later"
+    with io.explain_write_errors(directory, needed, kept=lambda: kept):
+        try:
+            staged.mkdir(parents=True)
+            policy.export(staged, weights)
+            is_hf = (staged / "config.json").exists()
+            (staged / "README.md").write_text(model_card(metrics, settings, is_hf=is_hf), encoding="utf-8")
+            for path in staged.iterdir():  # safetensors makes files that only their owner can read
+                path.chmod(staged.stat().st_mode & 0o666)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        shutil.rmtree(directory, ignore_errors=True)
+        staged.replace(directory)
+
+
+def check_replaceable(directory: Path, *, key: str = "callbacks.export.directory") -> Path:
+    """Return ``directory`` if it does not exist, is empty or holds an export.
+
+    Raises:
+        ValueError: It is a file, or holds other files.
+    """
+    present, page = list(directory.iterdir()) if directory.is_dir() else [directory], directory / "README.md"
+    is_export = page.is_file() and _MADE_BY in page.read_text(encoding="utf-8", errors="replace")
+    if not directory.exists() or not present or (is_export and not any(path.is_dir() for path in present)):
+        return directory
+    raise ValueError(
+        f"{key}={directory} holds other files than an export, which would be replaced: name a directory that does not "
+        "exist or is empty"
+    )
+
+
+def model_card(metrics: Mapping[str, float], settings: Mapping[str, Any], *, is_hf: bool = True) -> str:
+    """A model card with the base model, the settings and the result.
+
+    Args:
+        metrics: Final values.
+        settings: The run's.
+        is_hf: Whether transformers can load it; else it is the ``model.pt`` of a module of a program.
+    """
+    base = settings.get("policy", {}).get("path", "a model of a program")
+    library, use = ("transformers", _LOAD_MODEL) if is_hf else ("pytorch", _LOAD_STATE)
+    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in sorted(metrics.items()) if name.startswith("val/"))
+    return (
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [grpo, reinforcement-learning]\n---\n\n"
+        f"# A policy trained from `{base}`\n\n"
+        f"Post-{_MADE_BY} {__version__}: group relative policy optimization "
+        "([arXiv:2402.03300](https://arxiv.org/abs/2402.03300)) and its variants.\n\n"
+        f"| metric | value |\n|---|---|\n{rows}\n\n"
+        f"```python\n{use}```\n\n"
+        f"<details><summary>Settings</summary>\n\n```json\n{json.dumps(settings, indent=2, default=str)}\n```\n\n"
+        "</details>\n"
+    )

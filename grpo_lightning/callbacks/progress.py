@@ -1,8 +1,7 @@
-"""What a run says while it goes: a Rich progress bar on a terminal, one plain line per N steps elsewhere."""
+"""Progress of a run: a Rich progress bar on a terminal, one plain line per N steps elsewhere."""
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -15,70 +14,10 @@ from grpo_lightning.config.redaction import single_line
 from grpo_lightning.console import WIDTH, drop_leading_zero, format_number, log_line, metric_label
 from grpo_lightning.supervisor import record_status
 
-_LONGEST = 24
-"""Characters of a metric's name on a line, which a user's reward may be longer than."""
-_TIME = 7
+_MAX_NAME = 24
+"""Characters of a metric's name on a line; the name of a user's reward may be longer."""
+_TIME_WIDTH = 7
 """Columns of the bar's remaining time, as in 0:01:23."""
-
-
-class _Live(ProgressColumn):
-    """The column of the progress bar with phase and metrics, read from the module at every refresh."""
-
-    def __init__(self, module: Any, trainer: Trainer, room: Callable[[], int]) -> None:
-        super().__init__(Column(no_wrap=True))
-        self.module = module
-        self.trainer = trainer
-        self.room = room
-
-    def render(self, task: Any) -> Text:
-        validates = self.trainer.validating or self.trainer.sanity_checking
-        phase = "validation" if validates else "done" if task.finished else self.module.clock.phase
-        room = max(0, self.room())
-        metrics = describe(self.module, room=room - 11, keep_old=True)
-        return Text(f"{phase:<10} {metrics}"[:room], no_wrap=True, end="")
-
-
-def outcome_name(module: Any) -> str | None:
-    """The metric of training that tells how a run goes: the reward that says whether a completion is right, or a loss.
-
-    None before there is any.
-    """
-    judge = module.validation.scorer
-    right = f"reward/{judge.outcome_name}" if judge.rewards else ""
-    return next((name for name in (right, "reward/total", "loss/total") if name in module.metrics), None)
-
-
-def describe(module: Any, *, room: int, keep_old: bool = False) -> str:
-    """The few numbers of a progress line, the most telling first, as many as there is room for.
-
-    Args:
-        module: Whose metrics are shown.
-        room: Columns.
-        keep_old: Whether the newest validation is shown, with its step, also where steps have been made since.
-    """
-    metrics, parts = module.metrics, []
-    name = outcome_name(module)
-    if name is not None:
-        number = format_number(metrics[name], 2)
-        longest = max(0, min(_LONGEST, room - len(number) - 1))
-        parts.append(f"{single_line(metric_label(name))[:longest]} {number}".strip())
-    is_new = module.validated_at == module.completed_steps
-    if "val/pass@1" in metrics and (is_new or keep_old):
-        old = "" if is_new else f" (step {module.validated_at})"
-        parts.append(f"pass@1 {format_number(metrics['val/pass@1'], 2)}{old}")
-    if "reward/total" in metrics and name != "reward/total":
-        parts.append(f"reward {format_number(metrics['reward/total'], 2)}")
-    if "policy/kl_divergence" in metrics:
-        parts.append("kl " + drop_leading_zero(f"{metrics['policy/kl_divergence']:.2g}"))
-    if "reward/format" in metrics and name != "reward/format":
-        parts.append(f"format {format_number(metrics['reward/format'], 2)}")
-    if "advantage/std" in metrics:
-        parts.append(f"advantage ±{format_number(metrics['advantage/std'], 2)}")
-    if "perf/tokens_per_second" in metrics:
-        parts.append(f"tok/s {metrics['perf/tokens_per_second']:.0f}")
-    while parts and len("  ".join(parts)) > room:
-        parts.pop()
-    return "  ".join(parts)
 
 
 class RunProgress(Callback):
@@ -96,28 +35,27 @@ class RunProgress(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         self._started = time.perf_counter()
-        self._note(module)
-        if not trainer.is_global_zero or not sys.stderr.isatty():
-            return
-        self._bar = progress_bar(module, trainer, Console(stderr=True))
-        self._bar.start()
-        self._task = self._bar.add_task("fit", total=module.steps, completed=module.completed_steps)
+        self._record(module)
+        if trainer.is_global_zero and sys.stderr.isatty():
+            self._bar = progress_bar(module, trainer, Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task("fit", total=module.steps, completed=module.completed_steps)
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         step: int = module.completed_steps
-        self._note(module)
+        self._record(module)
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         elif step % self.every == 0 and step != module.steps and step % module.validation.every:
-            self._line(trainer, module)  # a validation that follows has a line of its own
+            self._print(trainer, module)  # a validation that follows has a line of its own
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if module.validated_at != module.completed_steps:
             return
         if trainer.state.fn == "fit":
-            self._note(module)
+            self._record(module)
         if self._bar is None:
-            self._line(trainer, module)
+            self._print(trainer, module)
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._stop()
@@ -125,19 +63,18 @@ class RunProgress(Callback):
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         self._stop()
 
-    def _note(self, module: Any) -> None:
-        """Leave what is known behind, for the summary of a run that crashes."""
+    def _record(self, module: Any) -> None:
+        """Record the state, for the summary of a run that crashes."""
         seconds = round(time.perf_counter() - self._started, 3)
-        facts: dict[str, Any] = {"metrics": module.metrics, "values": module.summary()}
-        record_status(step=module.completed_steps, seconds=seconds, **facts)
+        record_status(step=module.completed_steps, seconds=seconds, metrics=module.metrics, values=module.summary())
 
-    def _line(self, trainer: Trainer, module: Any) -> None:
+    def _print(self, trainer: Trainer, module: Any) -> None:
         if trainer.is_global_zero:
             seconds = time.perf_counter() - self._started if self._started else 0.0
             total = f"/{module.steps}" if trainer.state.fn == "fit" else ""  # a checkpoint may be of more
             start, end = f"step {module.completed_steps}{total}", f"{seconds:.0f} s"
-            told = describe(module, room=WIDTH - len(start) - len(end) - 4)
-            log_line("  ".join(part for part in (start, told, end) if part))
+            metrics = describe_metrics(module, room=WIDTH - len(start) - len(end) - 4)
+            log_line("  ".join(part for part in (start, metrics, end) if part))
 
     def _stop(self) -> None:
         if self._bar is not None:
@@ -146,15 +83,67 @@ class RunProgress(Callback):
 
 
 def progress_bar(module: Any, trainer: Trainer, console: Console) -> Progress:
-    """The bar of a terminal, in one line of it, with as many metrics as fit."""
+    """The bar of a terminal, in one line, with as many metrics as fit."""
     bar = min(40, max(4, console.width // 8))
-    taken = len("step") + 2 * len(str(module.steps)) + 1 + bar + _TIME + 4  # and a space between two columns
+    taken = len("step") + 2 * len(str(module.steps)) + 1 + bar + _TIME_WIDTH + 4  # and a space between two columns
+
+    class Metrics(ProgressColumn):
+        """The phase and the metrics, read from the module at every refresh."""
+
+        def render(self, task: Any) -> Text:
+            validates = trainer.validating or trainer.sanity_checking
+            phase = "validation" if validates else "done" if task.finished else module.clock.phase
+            room = max(0, console.width - taken)
+            metrics = describe_metrics(module, room=room - 11, keep_old=True)
+            return Text(f"{phase:<10} {metrics}"[:room], no_wrap=True, end="")
+
     return Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
         BarColumn(bar),
-        _Live(module, trainer, lambda: console.width - taken),
+        Metrics(Column(no_wrap=True)),
         TimeRemainingColumn(elapsed_when_finished=True),
         console=console,
         refresh_per_second=4,
     )
+
+
+def describe_metrics(module: Any, *, room: int, keep_old: bool = False) -> str:
+    """The metrics of a progress line, the most telling first, as many as fit.
+
+    Args:
+        module: Whose metrics are shown.
+        room: Columns.
+        keep_old: Whether the newest validation is shown, with its step, also where steps have been made since.
+    """
+    metrics, parts = module.metrics, []
+    outcome = outcome_metric(module)
+    if outcome is not None:
+        number = format_number(metrics[outcome], 2)
+        length = max(0, min(_MAX_NAME, room - len(number) - 1))
+        parts.append(f"{single_line(metric_label(outcome))[:length]} {number}".strip())
+    is_new = module.validated_at == module.completed_steps
+    if "val/pass@1" in metrics and (is_new or keep_old):
+        old = "" if is_new else f" (step {module.validated_at})"
+        parts.append(f"pass@1 {format_number(metrics['val/pass@1'], 2)}{old}")
+    for name, label in (
+        ("reward/total", "reward "),
+        ("policy/kl_divergence", "kl "),
+        ("reward/format", "format "),
+        ("advantage/std", "advantage ±"),
+        ("perf/tokens_per_second", "tok/s "),
+    ):
+        if name in metrics and name != outcome:
+            value, is_kl = metrics[name], name == "policy/kl_divergence"
+            short = drop_leading_zero(f"{value:.2g}") if is_kl else format_number(value, 2)
+            parts.append(label + (f"{value:.0f}" if name.startswith("perf/") else short))
+    while parts and len("  ".join(parts)) > room:
+        parts.pop()
+    return "  ".join(parts)
+
+
+def outcome_metric(module: Any) -> str | None:
+    """The metric that shows how training goes: the reward that says whether a completion is right, or a loss."""
+    scorer = module.validation.scorer
+    outcome = f"reward/{scorer.outcome_name}" if scorer.rewards else ""
+    return next((name for name in (outcome, "reward/total", "loss/total") if name in module.metrics), None)

@@ -1,4 +1,4 @@
-"""A reward model that learns from the run's own outcomes, as in iterative GRPO."""
+"""Training of the reward model on the run's outcomes, as in iterative GRPO."""
 
 import random
 from collections.abc import Sequence
@@ -72,8 +72,8 @@ class RewardModelTraining(Callback):
     """The examples of the rollouts before, oldest first."""
 
     def __post_init__(self) -> None:
-        if wrong := problems(_RULES, vars(self), prefix="callbacks.reward_model."):
-            raise ValueError("; ".join(wrong))
+        if found := problems(_RULES, vars(self), prefix="callbacks.reward_model."):
+            raise ValueError("; ".join(found))
         self._model: RewardModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._restored: dict[str, Any] | None = None
@@ -87,11 +87,11 @@ class RewardModelTraining(Callback):
         if model.quantization or model.dtype != "float32":
             raise ValueError(
                 f"callbacks.reward_model.reward={self.reward}: its weights have quantization={model.quantization} and "
-                f"dtype={model.dtype}; allowed for training are null and float32: small updates vanish in fewer bits"
+                f"dtype={model.dtype}; to be trained they need null and float32: small updates vanish in fewer bits"
             )
         if trainer.world_size > 1:
             raise ValueError(
-                f"callbacks.reward_model: {trainer.world_size} processes would train a reward model each; allowed is "
+                f"callbacks.reward_model: {trainer.world_size} processes would train a reward model each; use "
                 "trainer.devices=1"
             )
         self._restore(model)
@@ -120,16 +120,16 @@ class RewardModelTraining(Callback):
             "reward_model/accuracy" on the pending examples before the update, by the sign of the logit, and
             "reward_model/loss", the mean over all examples and epochs as they were trained on.
         """
-        chance = random.Random(f"{self.seed} {step}")
+        generator = random.Random(f"{self.seed} {step}")
         prompts, texts, labels = zip(*self.pending, strict=True)
         scores = model(prompts, texts)
         right = [(score > 0) == label for score, label in zip(scores, labels, strict=True)]
-        mixed = self.pending + replayed(self.buffer, len(self.pending), self.replay, chance)
+        mixed = self.pending + replayed(self.buffer, len(self.pending), self.replay, generator)
         if self._optimizer is None:
             self._optimizer = self._new_optimizer(model)
         losses = []
         for _ in range(self.epochs):
-            chance.shuffle(mixed)
+            generator.shuffle(mixed)
             for start in range(0, len(mixed), self.batch_size):
                 minibatch = mixed[start : start + self.batch_size]
                 losses.append(self._step(model, minibatch, self._optimizer) * len(minibatch))
@@ -158,19 +158,19 @@ class RewardModelTraining(Callback):
         return total
 
     def _find(self, module: LightningModule) -> RewardModel:
-        judge = module.rollout.scorer if isinstance(module, GRPOLightningModule) else None
-        rewards = judge.rewards if judge else {}
+        scorer = module.rollout.scorer if isinstance(module, GRPOLightningModule) else None
+        rewards = scorer.rewards if scorer else {}
         model = rewards[self.reward].function if self.reward in rewards else None
-        if judge is None or not isinstance(model, RewardModel):
+        if scorer is None or not isinstance(model, RewardModel):
             models = [name for name, reward in rewards.items() if isinstance(reward.function, RewardModel)]
             raise ValueError(
-                f"callbacks.reward_model.reward={self.reward}: allowed is a reward that is a reward model, of which "
-                f"there are {', '.join(models) or 'none: add one, reward=[accuracy,format,model]'}"
+                f"callbacks.reward_model.reward={self.reward} is no reward model; there are "
+                f"{', '.join(models) or 'none: add one, reward=[accuracy,format,model]'}"
             )
-        if judge.rewards[judge.outcome_name].function is model:
+        if rewards[scorer.outcome_name].function is model:
             raise ValueError(
-                f"rollout.outcome={judge.outcome_name}: allowed is another reward than the model that is trained, "
-                f"callbacks.reward_model.reward={self.reward}, which would learn from its own judgement"
+                f"rollout.outcome={scorer.outcome_name} is the model that callbacks.reward_model trains, which would "
+                "learn from its own scores: name another reward"
             )
         return model
 
@@ -181,11 +181,11 @@ class RewardModelTraining(Callback):
         """Begin where the checkpoint ended, or with the weights of the model's path."""
         self._model, self._optimizer = model, None
         model.reset()  # another run of this process may have trained them
-        trained, self._restored = self._restored, None
-        if trained:
-            model.network.load_state_dict(trained["weights"])
+        state, self._restored = self._restored, None
+        if state:
+            model.network.load_state_dict(state["weights"])
             self._optimizer = self._new_optimizer(model)
-            self._optimizer.load_state_dict(trained["optimizer"])
+            self._optimizer.load_state_dict(state["optimizer"])
             for group in self._optimizer.param_groups:
                 group["lr"] = self.lr
 
@@ -214,13 +214,13 @@ def examples(scored: Scored, outcome: str) -> list[Example]:
     ]
 
 
-def replayed(buffer: Sequence[Example], new: int, fraction: float, chance: random.Random) -> list[Example]:
+def replayed(buffer: Sequence[Example], new: int, fraction: float, generator: random.Random) -> list[Example]:
     """Examples of ``buffer``, none twice, so many that together with ``new`` others they are a ``fraction`` of all.
 
     With r of them and n others  r / (r + n) = fraction,  so  r = n * fraction / (1 - fraction), rounded; fewer where
     the buffer holds fewer.
     """
-    return chance.sample(buffer, min(len(buffer), round(new * fraction / (1 - fraction))))
+    return generator.sample(buffer, min(len(buffer), round(new * fraction / (1 - fraction))))
 
 
 def _plain(examples: Sequence[Example]) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""Rollouts as files, to look at, to score anew and to train on again."""
+"""Recording of rollouts, to look at, to score anew and to train on again."""
 
 import logging
 import math
@@ -15,16 +15,11 @@ from grpo_lightning.rollout.collector import Collected
 
 log = logging.getLogger(__name__)
 
-_BY_CLOCK = ("time/", "perf/", "val/")
-"""Metrics that no rollout decides."""
-_TOLD = ("reward", "advantage", "loss", "rollout")
-"""Parts whose settings a file tells."""
-
 
 class RecordRollouts(Callback):
-    """Writes a file ``STEP.jsonl.gz`` for some steps, which has all that its update was made from.
+    """Writes a file ``STEP.jsonl.gz`` for some steps, with all that its update was made from.
 
-    What goes wrong in writing is said once and ends no run.
+    The first error in writing is a warning.
 
     Args:
         directory: Where the files go.
@@ -36,11 +31,11 @@ class RecordRollouts(Callback):
 
     def __init__(self, directory: str, *, every: int) -> None:
         if every < 1:
-            raise ValueError(f"callbacks.rollouts.every={every}: allowed is an integer >= 1")
+            raise ValueError(f"callbacks.rollouts.every={every}: must be an integer >= 1")
         self.directory = Path(directory)
         self.every = every
         self._policy = ""
-        self._told = False
+        self._has_warned = False
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if isinstance(module, GRPOLightningModule) and self._is_due(module.completed_steps + 1):
@@ -55,20 +50,20 @@ class RecordRollouts(Callback):
         updates = outputs["updates"]
         logprobs: dict[int, list[float]] = {}
         if len(updates) == 1 and collected.is_fresh:
-            own: dict[int, list[float]] = {}
+            local: dict[int, list[float]] = {}
             for rows, values in updates[0].microbatches:
-                own |= zip(rows.tolist(), values.tolist(), strict=True)
-            for part in module.loop.ranks.gather(own):
+                local |= zip(rows.tolist(), values.tolist(), strict=True)
+            for part in module.loop.ranks.gather(local):
                 logprobs |= part
         if not trainer.is_global_zero:
             return
         header = self._header(module, collected, len(updates), outputs["collector"])
         try:
-            made = to_lines(header, collected.scored, collected.rollout, logprobs)
-            recording.write(self.directory / recording.file_name(module.completed_steps), made)
-        except (OSError, ValueError) as error:  # a full disk, or what JSON cannot hold: training is worth more
-            if not self._told:
-                self._told = True
+            lines = to_lines(header, collected.scored, collected.rollout, logprobs)
+            recording.write(self.directory / recording.file_name(module.completed_steps), lines)
+        except (OSError, ValueError) as error:  # a full disk, or what JSON cannot hold
+            if not self._has_warned:
+                self._has_warned = True
                 log.warning(
                     "%s: the rollout of step %d was not recorded (%s): training goes on, and rollouts may be missing",
                     *(self.directory, module.completed_steps, single_line(str(error))[:300]),
@@ -80,9 +75,17 @@ class RecordRollouts(Callback):
     def _header(
         self, module: GRPOLightningModule, collected: Collected, optimizer_steps: int, collector: Any
     ) -> dict[str, Any]:
-        known = {name: float(value) for name, value in collected.metrics.items()}
-        logged = {name: v for name, v in module.metrics.items() if name not in known and not name.startswith(_BY_CLOCK)}
-        scored = collected.scored
+        metrics = {name: float(value) for name, value in collected.metrics.items()}
+        updated = {
+            name: value
+            for name, value in module.metrics.items()
+            if name not in metrics and not name.startswith(("time/", "perf/", "val/"))
+        }
+        parts = ("reward", "advantage", "loss")
+        settings: dict[str, Any] = {name: module.settings[name] for name in parts if name in module.settings}
+        if "rollout" in module.settings:
+            copies = ("reward", "advantage", "path")
+            settings["rollout"] = {key: v for key, v in module.settings["rollout"].items() if key not in copies}
         return {
             "format": recording.FORMAT,
             "version": __version__,
@@ -91,20 +94,12 @@ class RecordRollouts(Callback):
             "temperature": float(collector.temperature),
             "weights": collector.scorer.weights.tolist(),
             "fresh": collected.is_fresh,
-            "complete": collected.is_fresh and int(scored.sampled.mask.sum()) == collected.num_tokens,
+            "complete": collected.is_fresh and int(collected.scored.sampled.mask.sum()) == collected.num_tokens,
             "reference": module.reference is not None,
             "policy": self._policy,
             "num_tokens": collected.num_tokens,
             "optimizer_steps": optimizer_steps,
-            "collected": {name: None if math.isnan(value) else value for name, value in sorted(known.items())},
-            "updated": dict(sorted(logged.items())),
-            "settings": _settings(module.settings),
+            "collected": {name: None if math.isnan(value) else value for name, value in sorted(metrics.items())},
+            "updated": dict(sorted(updated.items())),
+            "settings": settings,
         }
-
-
-def _settings(settings: Any) -> dict[str, Any]:
-    """Those that decide what is made of completions, each once."""
-    told = {name: settings[name] for name in _TOLD if name in settings}
-    if "rollout" in told:
-        told["rollout"] = {key: v for key, v in told["rollout"].items() if key not in ("reward", "advantage", "path")}
-    return told

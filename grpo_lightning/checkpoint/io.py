@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.console import atomic_path
-from grpo_lightning.distributed.sharding import readable_parts
+from grpo_lightning.distributed.sharding import explain_read_errors
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OVERHEAD = 65_536
@@ -90,7 +90,7 @@ def read_weights(path: Path) -> dict[str, Any]:
     """
     content = read(path)
     if path.is_dir():
-        with TemporaryDirectory() as directory, readable_parts(path):
+        with TemporaryDirectory() as directory, explain_read_errors(path):
             joined = Path(directory) / "joined.pt"
             dcp_to_torch_save(path, joined)
             content = torch.load(joined, weights_only=True)

@@ -1,8 +1,6 @@
-"""Fully sharded data parallelism: every process holds a part of every weight, gathered when a layer is used.
+"""Fully sharded data parallelism: every process holds a shard of every weight, gathered when a layer is used.
 
 PyTorch's ``fully_shard`` (FSDP2): https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
-
-Two functions say whether weights are sharded, by a trainer or a module; `uses_fsdp` says it by settings.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def trainer_shards(trainer: Trainer) -> bool:
-    """Whether a trainer distributes the weights of its module."""
+    """Whether a trainer shards the weights of its module."""
     return isinstance(trainer.strategy, ModelParallelStrategy)
 
 
@@ -35,20 +33,19 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 def shard(module: nn.Module, mesh: Any, *, methods: tuple[str, ...], half: bool = False) -> None:
-    """Distribute every decoder layer and, as one more part, all that lies outside of them; gradients are added up.
+    """Shard every decoder layer and, as one more part, all that lies outside of them; gradients are summed.
 
     Args:
-        module: The model whose weights are distributed, in place.
+        module: The model whose weights are sharded, in place.
         mesh: A device mesh of one dimension.
         methods: Names of the methods of ``module`` that gather weights when they are called.
-        half: Whether the weights of layers, which stay float32 where they are kept, are gathered in bfloat16; their
-            gradients are added up in float32. For arithmetic that would round them to bfloat16 anyway: only the weights
-            of layer norms are rounded that otherwise would not be.
+        half: Whether the float32 weights of layers are gathered in bfloat16; their gradients are summed in float32. For
+            arithmetic that would round them to bfloat16 anyway, except those of layer norms.
     """
     # The layers first: `fully_shard` takes what no part inside has taken yet.
     for part in (*layers(module), module):
-        # Embeddings and head are gathered as they are: states between the layers would else be bfloat16, too. Nor are a
-        # layer's inputs rounded, of which the layer's own arithmetic rounds what it does everywhere.
+        # Embeddings and head are gathered as they are, and inputs of layers are not rounded: else the states between
+        # the layers would be bfloat16, too.
         is_half = half and part is not module
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if is_half else None,
@@ -71,8 +68,46 @@ def shard(module: nn.Module, mesh: Any, *, methods: tuple[str, ...], half: bool 
 
 
 @contextmanager
-def readable_parts(path: Any) -> Iterator[None]:
-    """Inside, torch reads a sharded checkpoint; what is wrong with its parts is raised as one sentence.
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, every process holds all weights and may call the module as often as it likes.
+
+    All processes enter together. Without `shard` it does nothing.
+    """
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)  # else the first forward pass would free the weights
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """All weights, by their names in ``state_dict``; all processes call it together.
+
+    Sharded ones are returned on the CPU, in the first process only.
+    """
+    if not is_sharded(module):
+        return dict(module.state_dict())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(module, options=options)
+    return weights
+
+
+def load_full_state_dict(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load what `full_state_dict` returned; all processes call it together, each with all weights."""
+    if is_sharded(module):
+        set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True))
+    else:
+        module.load_state_dict(weights)
+
+
+@contextmanager
+def explain_read_errors(path: Any) -> Iterator[None]:
+    """Inside, torch reads a sharded checkpoint; a part that cannot be read is raised as one sentence.
 
     Raises:
         ValueError: A part is missing, cut off or of another shape.
@@ -83,42 +118,3 @@ def readable_parts(path: Any) -> Iterator[None]:
         first = next((failure for failure, _ in error.failures.values()), error)
         reason = str(first).strip().partition("\n")[0][:200]
         raise ValueError(f"checkpoint={path}: its parts cannot be read: {type(first).__name__}: {reason}") from error
-
-
-@contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """Inside, every process holds all weights, so that each may call the module as often as it likes.
-
-    All processes enter together. Where `shard` was not applied it does nothing.
-    """
-    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    for part in parts:
-        # Else the first forward pass would let the weights go again, part by part.
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.set_reshard_after_forward(True, recurse=False)
-            part.reshard()
-
-
-def whole_weights(module: nn.Module) -> dict[str, Tensor]:
-    """All weights, by their names in ``state_dict``; all processes call it together.
-
-    Sharded ones are returned on the CPU, and in the first process only.
-    """
-    if not is_sharded(module):
-        return dict(module.state_dict())
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(module, options=options)
-    return weights
-
-
-def load_whole_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load what `whole_weights` returned; all processes call it together, each with all weights."""
-    if is_sharded(module):
-        set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True))
-    else:
-        module.load_state_dict(weights)

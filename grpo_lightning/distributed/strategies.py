@@ -21,36 +21,33 @@ from torch.optim import Optimizer
 
 from grpo_lightning.config.shell import command_words
 from grpo_lightning.distributed.devices import num_processes
-from grpo_lightning.distributed.sharding import readable_parts
-
-_LET_GO = 0.1
-"""Seconds in which threads of gloo's take Python's lock for the last time: FSDP keeps them after the end of a group."""
+from grpo_lightning.distributed.sharding import explain_read_errors
 
 
-class _OnBothSides:
-    """Of a strategy: where processes compute on GPUs, those exchange tensors there, and objects by their CPUs."""
+class _TwoBackends:
+    """Of a strategy: GPUs exchange tensors by NCCL, and objects by their CPUs."""
 
     root_device: torch.device
 
     def _get_process_group_backend(self) -> str:
-        # Lightning ends a group at exit only where NCCL is the one backend. A thread of gloo's that lets go of what is
-        # Python's while that ends would end the process by SIGABRT.
-        atexit.register(_end_contact)
+        # Lightning ends a group at exit only where NCCL is the one backend. A thread of gloo's that still holds Python
+        # objects then would end the process by SIGABRT.
+        atexit.register(_destroy_process_group)
         if self.root_device.type != "cuda":
-            own: str = super()._get_process_group_backend()  # type: ignore[misc]
-            return own
-        # With NCCL alone every rollout's texts would be pickled through the GPUs' memory. Of several backends torch
-        # takes the CPU's for objects.
+            backend: str = super()._get_process_group_backend()  # type: ignore[misc]
+            return backend
+        # With NCCL alone every rollout's texts would be pickled through GPU memory; torch sends objects by the CPU's
+        # backend where there are two.
         return "cpu:gloo,cuda:nccl"
 
 
-def _end_contact() -> None:
+def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(_LET_GO)
+        time.sleep(0.1)  # FSDP keeps threads of gloo's after the end of a group; they let go of Python's lock
 
 
-class ReplicatedStrategy(_OnBothSides, DDPStrategy):
+class ReplicatedStrategy(_TwoBackends, DDPStrategy):
     """DDP: every process holds all weights and the optimizer's state.
 
     Args:
@@ -58,20 +55,18 @@ class ReplicatedStrategy(_OnBothSides, DDPStrategy):
     """
 
     def __init__(self, *, timeout: float) -> None:
-        # Gradients lie in the buffers that are exchanged, which else would take as much memory once more.
+        # Gradients lie in the buffers that are exchanged, which else would take as much memory again.
         super().__init__(timeout=timedelta(minutes=timeout), gradient_as_bucket_view=True)
 
 
-class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
-    """FSDP2 over all processes, whatever their number; the module shards itself in ``configure_model``.
-
-    Gradients are added up, not averaged.
+class FullyShardedStrategy(_TwoBackends, ModelParallelStrategy):
+    """FSDP2 over all processes; the module shards itself in ``configure_model``. Gradients are summed, not averaged.
 
     Args:
-        tensor_parallel_size: Processes that split a layer among them; allowed is 1.
+        timeout: Minutes that a process waits for the others before the run ends.
+        tensor_parallel_size: Processes that split a layer among them; must be 1.
         sharded_checkpoints: Whether a checkpoint is a directory into which every process writes its own part, rather
             than a file that the first process writes.
-        timeout: Minutes that a process waits for the others before the run ends.
 
     Raises:
         ValueError: ``tensor_parallel_size`` is not 1.
@@ -80,8 +75,8 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
     def __init__(self, *, timeout: float, tensor_parallel_size: int = 1, sharded_checkpoints: bool = False) -> None:
         if tensor_parallel_size != 1:
             raise ValueError(
-                f"trainer.strategy.tensor_parallel_size={tensor_parallel_size}: allowed: 1 (layers are sharded, not "
-                "split: every process computes whole layers on its own completions)"
+                f"trainer.strategy.tensor_parallel_size={tensor_parallel_size}: must be 1 (every process computes "
+                "whole layers on its own completions)"
             )
         super().__init__(
             tensor_parallel_size=1,
@@ -95,26 +90,26 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
         self._data_parallel_size = self.world_size
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's whole state, as Lightning gathers it, also before the optimizer's first step.
+        """The optimizer's full state, as Lightning gathers it, also before the optimizer's first step.
 
         To have a state to write, PyTorch lets an optimizer without one make a step with gradients of zero. That step
         would count: AdamW would correct the first true step as if it were the second, to 0.74 of its length.
         """
-        fresh = not optimizer.state
-        written = super().optimizer_state(optimizer)
-        if fresh:
-            for tensor in _tensors((dict(optimizer.state), written.get("state", {}))):
+        is_new = not optimizer.state
+        state = super().optimizer_state(optimizer)
+        if is_new:
+            for tensor in _tensors((dict(optimizer.state), state.get("state", {}))):
                 tensor.zero_()
-        return written
+        return state
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        with readable_parts(checkpoint_path):
+        with explain_read_errors(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, of which after a kill at any moment the old or the new one is there, whole.
+        """Write a checkpoint; after a kill at any moment the old or the new one is there, complete.
 
-        A directory is written beside its place, which then becomes a link to it.
+        A sharded one is a directory beside ``filepath``, which becomes a link to it.
         """
         if not self._save_distributed_checkpoint:
             # Not ModelParallelStrategy's, which first removes a sharded checkpoint there, and cannot remove a link.
@@ -122,8 +117,7 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
             return
         step = checkpoint.get("step", {}).get("completed", 0)
         path = Path(filepath)
-        # A name that is not taken, since the old directory has to stay until the link leads to the new one. All
-        # processes write to the one that the first of them has chosen.
+        # A new name, since the old directory stays until the link leads to the new one; chosen by the first process.
         names = (path.with_name(f"{path.stem}_{step}_{number}{path.suffix}") for number in itertools.count())
         target = Path(self.broadcast(str(next(name for name in names if not os.path.lexists(name)))))
         path = target.with_name(path.name)
@@ -133,61 +127,18 @@ class FullyShardedStrategy(_OnBothSides, ModelParallelStrategy):
             if self.is_global_zero:
                 shutil.rmtree(target, ignore_errors=True)
             raise
-        # The link must not lead to a directory that another process is still writing to.
-        self.barrier()
+        self.barrier()  # all processes have written their parts
         if self.is_global_zero:
             staged = path.with_name(f".{path.name}.{os.getpid()}")
             staged.symlink_to(target.name)
             staged.replace(path)
-            # Both last.ckpt and best.ckpt may be links; what neither leads to any more is removed.
+            # last.ckpt and best.ckpt may be links; directories that neither leads to are removed.
             used = {link.resolve() for link in path.parent.iterdir() if link.is_symlink()}
-            own = re.compile(rf"{re.escape(path.stem)}_\d+_\d+{re.escape(path.suffix)}")
+            sharded = re.compile(rf"{re.escape(path.stem)}_\d+_\d+{re.escape(path.suffix)}")
             for other in path.parent.iterdir():
-                if own.fullmatch(other.name) and not other.is_symlink() and other.resolve() not in used:
+                if sharded.fullmatch(other.name) and not other.is_symlink() and other.resolve() not in used:
                     shutil.rmtree(other)
         self.barrier()
-
-
-def check_strategy(strategy: Strategy) -> None:
-    """Refuse a strategy whose gradients cannot be added up.
-
-    Raises:
-        ValueError: It is one.
-    """
-    is_known = isinstance(strategy, SingleDeviceStrategy | FullyShardedStrategy | DDPStrategy)
-    if not is_known or (isinstance(strategy, DDPStrategy) and strategy._ddp_comm_hook is not None):
-        hook = " with a ddp_comm_hook" if is_known else ""
-        raise ValueError(
-            f"trainer.strategy={type(strategy).__name__}{hook}: allowed are a single device, DDP without a "
-            "ddp_comm_hook (trainer=ddp, or strategy='ddp' of a Trainer of your own) and "
-            f"{FullyShardedStrategy.__module__}.FullyShardedStrategy (trainer=fsdp), whose gradients can be added up"
-        )
-
-
-def sum_gradients(strategy: Strategy) -> None:
-    """Make a strategy add gradients up over its processes instead of averaging them.
-
-    The token weights of the loss are those of the whole optimizer step, so the gradients of all processes are the
-    parts of one sum. Called once the strategy has wrapped the module.
-
-    Raises:
-        ValueError: As `check_strategy`.
-    """
-    check_strategy(strategy)
-    if not isinstance(strategy, DDPStrategy):
-        return
-    # Multiplying the loss by the number of processes would do the same but for rounding.
-    wrapped: Any = strategy.model
-    wrapped.register_comm_hook(None, _add_up)
-
-
-def _add_up(
-    state: None,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
-    return future.then(lambda done: done.value()[0])
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -196,6 +147,47 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, Mapping | tuple):
         for part in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _tensors(part)
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse a strategy whose gradients cannot be summed.
+
+    Raises:
+        ValueError: It is one.
+    """
+    is_known = isinstance(strategy, SingleDeviceStrategy | FullyShardedStrategy | DDPStrategy)
+    if not is_known or (isinstance(strategy, DDPStrategy) and strategy._ddp_comm_hook is not None):
+        hook = " with a ddp_comm_hook" if is_known else ""
+        raise ValueError(
+            f"trainer.strategy={type(strategy).__name__}{hook} averages gradients, which are summed here: use a single "
+            "device, DDP without a ddp_comm_hook (trainer=ddp, or strategy='ddp' of a Trainer of your own), or "
+            f"{FullyShardedStrategy.__module__}.FullyShardedStrategy (trainer=fsdp)"
+        )
+
+
+def sum_gradients(strategy: Strategy) -> None:
+    """Make a strategy sum gradients over its processes instead of averaging them.
+
+    The token weights of the loss are those of the whole optimizer step, so the gradients of all processes are the
+    parts of one sum. Called once the strategy has wrapped the module.
+
+    Raises:
+        ValueError: As `check_strategy`.
+    """
+    check_strategy(strategy)
+    if isinstance(strategy, DDPStrategy):
+        # Multiplying the loss by the number of processes would do the same but for rounding.
+        wrapped: Any = strategy.model
+        wrapped.register_comm_hook(None, _sum_bucket)
+
+
+def _sum_bucket(
+    state: None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 def is_externally_launched() -> bool:
@@ -210,20 +202,18 @@ def check_processes(config: Mapping[str, Any], *, directory_given: bool, multiru
         ValueError: Processes started by torchrun or SLURM would each choose a run directory; or a sweep would start
             processes of its own, each of which would run the sweep.
     """
-    # Neither Lightning nor torch.distributed runs yet: the launchers' variables are all there is to ask.
-    where = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     number = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
     if is_externally_launched():
         if number > 1 and not directory_given:
             raise ValueError(
-                f"{where}: name a directory, such as {where}=runs/mine; each of the {number} processes would make one "
-                "of its own"
+                f"{key}: name a directory, such as {key}=runs/mine; each of the {number} processes would make one of "
+                "its own"
             )
     elif multirun and (devices := num_processes(config["trainer"])) > 1:
         *python, name = command_words()
         script = shlex.quote(name) if python else f"--no-python {name}"
         raise ValueError(
-            f"trainer.devices={config['trainer']['devices']}: allowed is 1 in a sweep (-m), since each further process "
-            "would start the sweep anew; or start all processes together: "
-            f"torchrun --nproc_per_node={devices} {script} -m ... {where}=DIRECTORY"
+            f"trainer.devices={config['trainer']['devices']}: each further process would start the sweep (-m) anew; "
+            f"start all together: torchrun --nproc_per_node={devices} {script} -m ... {key}=DIRECTORY"
         )
