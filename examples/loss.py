@@ -8,7 +8,7 @@ python train.py --config-dir examples/conf loss=quadratic loss.surrogate.beta=0.
 import torch
 from torch import Tensor
 
-from grpo_lightning.loss.surrogate import per_token, ratio_of
+from grpo_lightning.loss import per_token, ratio_of
 
 
 @per_token  # what it makes of a token depends on this token alone: less work in the LM head

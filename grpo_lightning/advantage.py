@@ -183,3 +183,8 @@ def _deviation(distance: Tensor, applies: Tensor, correction: int) -> Tensor:
         raise ValueError(f"advantage.correction={correction}: allowed are 0 (population) and 1 (sample)")
     freedom = (applies.sum(-1, keepdim=True) - correction).clamp(min=1)
     return (distance.square().sum(-1, keepdim=True) / freedom).sqrt()
+
+
+def replace_nan(rewards: Tensor) -> Tensor:
+    """[P, G] with every NaN replaced by the mean of its group's other rewards; 0 in a group of NaN."""
+    return torch.where(rewards.isnan(), rewards.nanmean(-1, keepdim=True).nan_to_num(0.0), rewards)

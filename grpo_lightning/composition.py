@@ -89,7 +89,7 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
                 del cfg.reward[name]
         if "reference" in parts and "loss" not in parts and not (cfg.loss.kl_coef or cfg.rollout.get("kl_penalty")):
             log.warning("reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0")
-        if "loss" in parts and (cfg.correction or {}).get("_target_") != "grpo_lightning.loss.correction.none":
+        if "loss" in parts and (cfg.correction or {}).get("_target_") != "grpo_lightning.loss.no_correction":
             log.warning("correction is chosen, and not used: the loss that is given has its own, or none")
         return build_run(
             cfg,

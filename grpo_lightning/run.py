@@ -34,7 +34,7 @@ from grpo_lightning.distributed.strategies import check_processes, is_externally
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.reward import coroutines
-from grpo_lightning.rollout.turns import check_columns
+from grpo_lightning.rollout.scoring import check_columns
 from grpo_lightning.supervisor import record_status
 
 log = logging.getLogger(__name__)

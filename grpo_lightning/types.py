@@ -446,6 +446,10 @@ class Rollout(Rows):
         """[B] mean over each row's tokens."""
         return self.advantages.sum(-1) / self.mask.sum(-1).clamp(min=1)
 
+    def on_policy(self, logprobs: Tensor) -> "Rollout":
+        """The same with the policy's own log-probabilities [B, T] as the old ones: the ratio is exactly 1."""
+        return replace(self, old_logprobs=logprobs.detach())
+
     def minibatches(self, *, size: int, epochs: int, generator: torch.Generator) -> Iterator["Rollout"]:
         """Shuffled minibatches of ``size`` rows, ``epochs`` passes over all rows.
 

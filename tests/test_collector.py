@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from grpo_lightning.advantage import centered, process
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
-from grpo_lightning.rollout.metrics import advantage_metrics
+from grpo_lightning.rollout.collector import advantage_metrics
 from grpo_lightning.rollout.selection import max_variance, mixed
 from grpo_lightning.types import Prompts, Sampled, Scored
 from tests.support import hostile

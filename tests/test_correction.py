@@ -14,10 +14,10 @@ import torch
 from torch.testing import assert_close
 
 import grpo_lightning as grpo
+from grpo_lightning import loss
 from grpo_lightning.config import ConfigError, check_config, config_warnings
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS
-from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, correction, k3, token_mean
-from grpo_lightning.loss.correction import corrections, mismatch
+from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, corrections, k3, mismatch, token_mean
 from grpo_lightning.module.update import accumulate
 from grpo_lightning.transformer import lm_head
 from grpo_lightning.types import Rollout
@@ -28,23 +28,23 @@ from tests.support.running import small_module, small_run
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
 LOG_RATIO = torch.tensor([[1.5, 4.0, 0.25], [0.5, 1.0, 7.0]]).log()
 BY_HAND = {
-    "token_truncation, 2": (partial(correction.token_truncation, cap=2.0), [[1.5, 2.0, 0.25], [0.5, 1.0, 0.0]]),
-    "token_mask, .4 to 3": (partial(correction.token_mask, low=0.4, high=3.0), [[1.5, 0.0, 0.0], [0.5, 1.0, 0.0]]),
-    "token_mask, .6 to 5": (partial(correction.token_mask, low=0.6, high=5.0), [[1.5, 4.0, 0.0], [0.0, 1.0, 0.0]]),
-    "sequence_truncation, 3": (partial(correction.sequence_truncation, cap=3.0), [[1.5] * 3, [0.5, 0.5, 0.0]]),
-    "sequence_truncation, 1.2": (partial(correction.sequence_truncation, cap=1.2), [[1.2] * 3, [0.5, 0.5, 0.0]]),
-    "sequence_mask, .6 to 3": (partial(correction.sequence_mask, low=0.6, high=3.0), [[1.5] * 3, [0.0] * 3]),
-    "sequence_mask, 0 to 1.4": (partial(correction.sequence_mask, low=0.0, high=1.4), [[0.0] * 3, [0.5, 0.5, 0.0]]),
-    "geometric_mask, .75 to 1.2": (partial(correction.geometric_mask, low=0.75, high=1.2), [[1.0] * 3, [0.0] * 3]),
-    "geometric_mask, .7 to 1.1": (partial(correction.geometric_mask, low=0.7, high=1.1), [[0.0] * 3, [1.0, 1.0, 0.0]]),
+    "token_truncation, 2": (partial(loss.token_truncation, cap=2.0), [[1.5, 2.0, 0.25], [0.5, 1.0, 0.0]]),
+    "token_mask, .4 to 3": (partial(loss.token_mask, low=0.4, high=3.0), [[1.5, 0.0, 0.0], [0.5, 1.0, 0.0]]),
+    "token_mask, .6 to 5": (partial(loss.token_mask, low=0.6, high=5.0), [[1.5, 4.0, 0.0], [0.0, 1.0, 0.0]]),
+    "sequence_truncation, 3": (partial(loss.sequence_truncation, cap=3.0), [[1.5] * 3, [0.5, 0.5, 0.0]]),
+    "sequence_truncation, 1.2": (partial(loss.sequence_truncation, cap=1.2), [[1.2] * 3, [0.5, 0.5, 0.0]]),
+    "sequence_mask, .6 to 3": (partial(loss.sequence_mask, low=0.6, high=3.0), [[1.5] * 3, [0.0] * 3]),
+    "sequence_mask, 0 to 1.4": (partial(loss.sequence_mask, low=0.0, high=1.4), [[0.0] * 3, [0.5, 0.5, 0.0]]),
+    "geometric_mask, .75 to 1.2": (partial(loss.geometric_mask, low=0.75, high=1.2), [[1.0] * 3, [0.0] * 3]),
+    "geometric_mask, .7 to 1.1": (partial(loss.geometric_mask, low=0.7, high=1.1), [[0.0] * 3, [1.0, 1.0, 0.0]]),
 }
 CHOICES = ["token_truncation", "token_mask", "sequence_truncation", "sequence_mask", "geometric_mask"]
 TIGHT = {
-    "token_truncation": partial(correction.token_truncation, cap=1.2),
-    "token_mask": partial(correction.token_mask, low=0.8, high=1.3),
-    "sequence_truncation": partial(correction.sequence_truncation, cap=1.2),
-    "sequence_mask": partial(correction.sequence_mask, low=0.7, high=1.6),
-    "geometric_mask": partial(correction.geometric_mask, low=0.94, high=1.06),
+    "token_truncation": partial(loss.token_truncation, cap=1.2),
+    "token_mask": partial(loss.token_mask, low=0.8, high=1.3),
+    "sequence_truncation": partial(loss.sequence_truncation, cap=1.2),
+    "sequence_mask": partial(loss.sequence_mask, low=0.7, high=1.6),
+    "geometric_mask": partial(loss.geometric_mask, low=0.94, high=1.06),
 }
 """Bounds that some of the tokens and completions of `drawn` are beyond."""
 
@@ -59,7 +59,7 @@ def test_factors_by_hand(name):
 def test_ratios_that_overflow_stay_finite(name):
     bounds = {"low": 0.0, "high": 1e30} if name.endswith("mask") else {"cap": 1e30}
     far = torch.tensor([[300.0, 300.0], [-300.0, -math.inf]])
-    factor = getattr(correction, name)(far, torch.ones(2, 2, dtype=torch.bool), **bounds)
+    factor = getattr(loss, name)(far, torch.ones(2, 2, dtype=torch.bool), **bounds)
     largest = 1.0 if name == "geometric_mask" else math.exp(20.0)
     assert_close(factor, torch.tensor([[largest] * 2, [1.0 if largest == 1.0 else math.exp(-20.0)] * 2]))
 
@@ -84,19 +84,19 @@ def test_rows_by_themselves_have_the_same_factors(name):
 
 
 def test_no_correction_is_a_factor_of_exactly_one():
-    loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0)
-    assert torch.equal(loss.correct(LOG_RATIO, MASK, on_policy=True), torch.ones(2, 3))
+    policy_loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0)
+    assert torch.equal(policy_loss.correct(LOG_RATIO, MASK, on_policy=True), torch.ones(2, 3))
     assert build()("loss").correction is None
 
 
 def test_beside_a_ratio_to_the_sampler_only_what_is_left_out_counts():
-    loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0)
+    policy_loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0)
     for name, expected in {
         "token_truncation, 2": [[1.0] * 3, [1.0, 1.0, 0.0]],
         "token_mask, .4 to 3": [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]],
         "sequence_mask, 0 to 1.4": [[0.0] * 3, [1.0, 1.0, 0.0]],
     }.items():
-        corrected = replace(loss, correction=BY_HAND[name][0])
+        corrected = replace(policy_loss, correction=BY_HAND[name][0])
         assert_close(corrected.correct(LOG_RATIO, MASK, on_policy=False), torch.tensor(expected))
 
 
@@ -226,8 +226,8 @@ def test_the_gradient_made_in_the_head_is_that_of_the_long_way(name, on_policy, 
 def test_a_gradient_is_known_beforehand_where_tokens_stand_by_themselves(drawn):
     surrogate = partial(clipped, epsilon_low=0.1, epsilon_high=0.15)
     for name in CHOICES:
-        loss = PolicyLoss(surrogate, k3, token_mean, 0.3, 0.0, TIGHT[name])
-        known = loss.gradient(drawn[1], token_mean(drawn[1].mask), on_policy=True)
+        policy_loss = PolicyLoss(surrogate, k3, token_mean, 0.3, 0.0, TIGHT[name])
+        known = policy_loss.gradient(drawn[1], token_mean(drawn[1].mask), on_policy=True)
         assert (known is not None) == name.startswith("token"), name
 
 
@@ -281,12 +281,12 @@ def test_a_run_with_another_sampler(tmp_path):
 
 @pytest.mark.slow
 def test_from_python_a_correction_is_a_function_and_one_beside_a_loss_is_reported(tmp_path, caplog):
-    own = partial(correction.token_mask, low=0.5, high=2.0)
+    own = partial(loss.token_mask, low=0.5, high=2.0)
     run = grpo.compose(correction=own, run_dir=tmp_path)
     assert run.module.loss.correction(LOG_RATIO, MASK).tolist() == [[1.5, 0.0, 0.0], [0.5, 1.0, 0.0]]
     assert "correction" not in caplog.text
-    loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.0, 0.0)
-    grpo.compose("correction=token_mask", "reference=none", loss=loss, run_dir=tmp_path)
+    policy_loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.0, 0.0)
+    grpo.compose("correction=token_mask", "reference=none", loss=policy_loss, run_dir=tmp_path)
     assert "correction is chosen, and not used: the loss that is given has its own, or none" in caplog.text
 
 

@@ -13,7 +13,7 @@ from grpo_lightning.module import grpo
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.loading import load
-from grpo_lightning.rollout.dynamic_sampling import with_support
+from grpo_lightning.rollout.collector import with_support
 from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.support import engine_filters, support_of_tokens
 from grpo_lightning.transformer import logprobs

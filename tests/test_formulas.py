@@ -8,7 +8,6 @@ import torch
 from omegaconf import OmegaConf
 
 from grpo_lightning import advantage, loss
-from grpo_lightning.loss import correction
 from grpo_lightning.rollout import selection
 from grpo_lightning.types import Rollout
 from tests.support import formulas
@@ -119,9 +118,7 @@ CORRECTIONS = {
 def test_the_loss_under_another_sampler(name, is_only_update, batch):
     sampler, mask = batch["old_logprobs"], batch["mask"]
     factor = getattr(formulas, name)(batch["logprobs"] - sampler, mask, **CORRECTIONS[name])
-    close(
-        getattr(correction, name)(*map(torch.tensor, (batch["logprobs"] - sampler, mask)), **CORRECTIONS[name]), factor
-    )
+    close(getattr(loss, name)(*map(torch.tensor, (batch["logprobs"] - sampler, mask)), **CORRECTIONS[name]), factor)
     assert len(np.unique(factor[mask])) > 1
     whole = loss.PolicyLoss(
         surrogate=partial(loss.clipped, epsilon_low=0.2, epsilon_high=0.2),
@@ -129,7 +126,7 @@ def test_the_loss_under_another_sampler(name, is_only_update, batch):
         weights=loss.token_mean,
         kl_coef=0.3,
         entropy_coef=0.1,
-        correction=partial(getattr(correction, name), **CORRECTIONS[name]),
+        correction=partial(getattr(loss, name), **CORRECTIONS[name]),
     )
     advantages, entropy = per_token(batch)[1], np.random.default_rng(3).uniform(0.1, 1.0, mask.shape)
     old = batch["logprobs"] if is_only_update else sampler

@@ -11,7 +11,7 @@ from grpo_lightning.policy.generic import TokenizerAdapter
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.scoring import Scorer
-from grpo_lightning.rollout.selection import mixed, on_policy
+from grpo_lightning.rollout.selection import mixed
 from grpo_lightning.types import Prompts, Sampled, Sampling
 from tests.support.composed import build, composed
 from tests.support.sampling import context as make_context
@@ -124,7 +124,7 @@ def test_the_reference_is_scored_once_per_row_at_the_sampling_temperature(tokens
 def test_on_policy_replaces_the_old_logprobs_only():
     rows = two_rows()
     logprobs = torch.full((2, 3), -0.5, requires_grad=True)
-    found = on_policy(rows, logprobs)
+    found = rows.on_policy(logprobs)
     assert_close(found.old_logprobs, logprobs.detach())
     assert not found.old_logprobs.requires_grad
     assert found.advantages is rows.advantages

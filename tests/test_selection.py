@@ -5,7 +5,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from grpo_lightning.rollout.selection import max_variance, mixed, replace_nan, top_entropy
+from grpo_lightning.advantage import replace_nan
+from grpo_lightning.rollout.selection import max_variance, mixed, top_entropy
 
 NAN = float("nan")
 

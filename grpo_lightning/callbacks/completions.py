@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
 from grpo_lightning.config.redaction import escape_control, redact
 from grpo_lightning.logger.base import warn_on_failure
-from grpo_lightning.rollout.turns import turn_ends
+from grpo_lightning.rollout.scoring import turn_ends
 from grpo_lightning.types import Prompt, Scored
 
 HISTOGRAM = "~histogram"

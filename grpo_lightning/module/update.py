@@ -11,11 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from grpo_lightning.distributed.ranks import Ranks
-from grpo_lightning.loss import PolicyLoss
-from grpo_lightning.loss.correction import corrections, mismatch
+from grpo_lightning.loss import PolicyLoss, corrections, mismatch
 from grpo_lightning.policy import Policy
 from grpo_lightning.policy.adapters import is_adapted
-from grpo_lightning.rollout.selection import on_policy
 from grpo_lightning.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -95,7 +93,7 @@ def accumulate(
         if loss.correction is not None:
             statistics |= corrections(factor, rows.mask)
         if on_policy_step:
-            rows = on_policy(rows, logprobs)
+            rows = rows.on_policy(logprobs)
         value, part = loss(logprobs, entropy, rows, row_weights * factor)
         backward(value, last=number == len(indices) - 1)
         _add_up(parts, part)

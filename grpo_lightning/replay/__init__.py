@@ -18,7 +18,6 @@ from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.scoring import StepContext
-from grpo_lightning.rollout.selection import on_policy
 from grpo_lightning.rollout.turns import turn_ends
 from grpo_lightning.schedule import resolve_schedules, restore_schedules, schedule_state
 from grpo_lightning.types import Rollout, Scored
@@ -101,7 +100,7 @@ def losses(loss: PolicyLoss, rollout: Rollout, recorded: RecordedRollout) -> dic
     Log-probabilities are those of the only optimizer step if it recorded them, else the sampler's.
     """
     factor = loss.correct(recorded.logprobs - rollout.old_logprobs, rollout.mask, on_policy=True)
-    rows, weights = on_policy(rollout, recorded.logprobs), loss.weights(rollout.mask) * factor
+    rows, weights = rollout.on_policy(recorded.logprobs), loss.weights(rollout.mask) * factor
     _, parts = loss(recorded.logprobs, recorded.scored.sampled.entropy, rows, weights)
     return {f"loss/{name}": value for name, value in parts.items()}
 

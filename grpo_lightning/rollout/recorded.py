@@ -12,8 +12,7 @@ from grpo_lightning import recording
 from grpo_lightning.config.shell import format_override
 from grpo_lightning.policy import Policy
 from grpo_lightning.recording.rows import RecordedRollout, fingerprint, from_lines
-from grpo_lightning.rollout.collector import Collected, Collector
-from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
+from grpo_lightning.rollout.collector import Collected, Collector, advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.types import Prompts, Scored
 

@@ -1,18 +1,16 @@
 """Which groups, which of a group's completions, and which of their tokens are trained on."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from grpo_lightning.types import Rollout
+from grpo_lightning.advantage import replace_nan
 
 
 def mixed(outcomes: Tensor) -> Tensor:
     """Groups whose outcomes differ: in the others every advantage is zero.
 
     The filter of DAPO's dynamic sampling, arXiv:2503.14476, section 3.2. It sees the outcome reward as its function
-    gave it, never the clip_scores total: a length bonus would make every group look as if it taught something.
+    gave it, never the clipped total: a length bonus would make every group look as if it taught something.
 
     Args:
         outcomes: [P, G] NaN where the outcome reward does not apply.
@@ -71,13 +69,3 @@ def top_entropy(entropy: Tensor, mask: Tensor, *, fraction: float) -> Tensor:
         return mask
     least = values.topk(max(1, round(fraction * len(values)))).values[-1]
     return mask & (entropy >= least)
-
-
-def replace_nan(rewards: Tensor) -> Tensor:
-    """[P, G] with every NaN replaced by the mean of its group's other rewards; 0 in a group of NaN."""
-    return torch.where(rewards.isnan(), rewards.nanmean(-1, keepdim=True).nan_to_num(0.0), rewards)
-
-
-def on_policy(rows: Rollout, logprobs: Tensor) -> Rollout:
-    """``rows`` with the policy's own log-probabilities [B, T] as the old ones: the ratio is exactly 1."""
-    return replace(rows, old_logprobs=logprobs.detach())
