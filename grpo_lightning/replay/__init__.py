@@ -16,9 +16,8 @@ from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.recording.rows import RecordedRollout
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
-from grpo_lightning.rollout.metrics import advantage_metrics, sampled_metrics, token_metrics
-from grpo_lightning.rollout.scoring import StepContext
-from grpo_lightning.rollout.turns import turn_ends
+from grpo_lightning.rollout.collector import advantage_metrics, sampled_metrics, token_metrics
+from grpo_lightning.rollout.scoring import StepContext, turn_ends
 from grpo_lightning.schedule import resolve_schedules, restore_schedules, schedule_state
 from grpo_lightning.types import Rollout, Scored
 
