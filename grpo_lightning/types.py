@@ -6,7 +6,7 @@ which are in a chunk. Log-probabilities are in nats, float32.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Self
 
@@ -184,21 +184,6 @@ class SamplingSupport:
         """The same on ``device``."""
         return SamplingSupport(self.sizes.to(device), self.ids.to(device))
 
-    def state(self) -> dict[str, Tensor]:
-        """Both tensors by name, for a checkpoint."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> "SamplingSupport":
-        """What `state` described.
-
-        Raises:
-            ValueError: A set has fewer than no tokens, which kernels find too late.
-        """
-        if (state["sizes"] < 0).any():
-            raise ValueError(f"sizes: expected numbers >= 0, got {int(state['sizes'].min())}")
-        return cls(**state)
-
     def outside(self, size: int) -> Tensor:
         """[n, V] (bool) which of a vocabulary of ``size`` tokens cannot be drawn, for single tokens [n]."""
         outside = (self.sizes > 0).unsqueeze(-1).repeat(1, size)  # [n] -> [n, V]
@@ -330,16 +315,6 @@ class Sampled(Rows):
             replies=_all([part.replies for part in parts]),
         )
 
-    def state(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint."""
-        known = {name: value for name, value in vars(self).items() if value is not None}
-        return known if self.support is None else {**known, "support": self.support.state()}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "Sampled":
-        """What `state` described."""
-        return cls(**{**state, "support": SamplingSupport.from_state(state["support"]) if "support" in state else None})
-
 
 def _all(parts: Sequence[tuple[tuple[str, ...], ...] | None]) -> tuple[tuple[str, ...], ...] | None:
     """The texts of all parts; None unless all have some."""
@@ -415,14 +390,14 @@ class Scored:
 
     def state(self) -> dict[str, Any]:
         """Everything but the columns, as tensors and plain values, for a checkpoint."""
-        own = {name: getattr(self, name) for name in ("rewards", "right", "scores", "steps")}
-        return {**own, "prompts": list(self.prompts.texts), "sampled": self.sampled.state()}
+        return asdict(replace(self, prompts=Prompts(self.prompts.texts, {})))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Scored":
-        """What `state` described."""
-        sampled = Sampled.from_state(state["sampled"])
-        return cls(**{**state, "prompts": Prompts(tuple(state["prompts"]), {}), "sampled": sampled})
+        """Restore what `state` returned."""
+        support = state["sampled"]["support"]
+        sampled = Sampled(**{**state["sampled"], "support": support and SamplingSupport(**support)})
+        return cls(**{**state, "prompts": Prompts(**state["prompts"]), "sampled": sampled})
 
 
 @dataclass(frozen=True)

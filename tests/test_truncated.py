@@ -118,9 +118,6 @@ def test_wrong_sets_are_refused():
         SamplingSupport(int32([2, 1]), int32(5, 7))
     with pytest.raises(ValueError, match="sizes: expected int32, got torch.int64"):
         SamplingSupport(torch.tensor([[1]]), int32(5))
-    with pytest.raises(ValueError, match=r"sizes: expected numbers >= 0, got -1"):
-        SamplingSupport.from_state({"sizes": int32([3, -1]), "ids": int32(5, 7)})
-    assert SamplingSupport.from_state(KEPT.state()).ids.tolist() == KEPT.ids.tolist()
     rows = Rollout(*[torch.zeros(2, 4)] * 2, torch.ones(2, 3, dtype=torch.bool), *[torch.zeros(2, 3)] * 3)
     with pytest.raises(ValueError, match=r"support: expected \(2, 3\), got \(2, 2\)"):
         replace(rows, support=KEPT.narrow(2))
