@@ -48,30 +48,15 @@ KINDS = {
     "fsdp, 2 processes": ("trainer=fsdp", *TWO),
 }
 """Taken in turn."""
-ALLOWED = (
-    ".hydra/config.yaml",
-    ".hydra/hydra.yaml",
-    ".hydra/overrides.yaml",
-    "checkpoints/best.ckpt",
-    "checkpoints/last.ckpt",
-    "export/README.md",
-    "export/chat_template.jinja",
-    "export/config.json",
-    "export/generation_config.json",
-    "export/model.safetensors",
-    "export/tokenizer.json",
-    "export/tokenizer_config.json",
-    "health.json",
-    "rollouts/000001.jsonl.gz",
-    "summary.json",
-    "tensorboard/events.out.tfevents.*",
-    "tensorboard/hparams.yaml",
-    "train.log",
+REQUIRED = (
+    *(".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "checkpoints/best.ckpt"),
+    *("checkpoints/last.ckpt", "export/README.md", "export/chat_template.jinja", "export/config.json"),
+    *("export/generation_config.json", "export/model.safetensors", "export/tokenizer.json"),
+    *("export/tokenizer_config.json", "health.json", "rollouts/000001.jsonl.gz", "summary.json"),
+    *("tensorboard/events.out.tfevents.*", "tensorboard/hparams.yaml", "train.log"),
 )
 OPTIONAL = ("train_ddp_process_1.log",)
 """What a finished run directory must hold, and what it may hold besides."""
-MARK = "TESTS_KILLS_ROUND"
-"""Environment variable that all processes of a round have, whoever started them."""
 MOST_SECONDS = 120.0
 """That a run may take, starting Python included."""
 
@@ -97,22 +82,8 @@ class Started:
 
     def kill(self) -> None:
         """End all of its processes at once, whatever they are doing."""
-        for kill in (self._kill_group, self._kill_marked, self._kill_marked):
-            kill()
-        self.process.wait()
-
-    def _kill_group(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
-
-    def _kill_marked(self) -> None:
-        """Those that have left the group, such as workers that torchrun starts."""
-        mark = f"{MARK}={self.directory}".encode()
-        for place in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in place.read_bytes().split(b"\0"):
-                    os.kill(int(place.parent.name), signal.SIGKILL)
-            except OSError:  # it has just ended, or is somebody else's
-                continue
+        self.process.wait()
 
 
 def start(directory: Path, settings: tuple[str, ...]) -> Started:
@@ -128,7 +99,7 @@ def start(directory: Path, settings: tuple[str, ...]) -> Started:
         process = subprocess.Popen(
             [sys.executable, "train.py", *COMMON, *settings, *own],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: str(directory)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -211,10 +182,10 @@ def problems(unbroken: Path, directory: Path) -> list[str]:
         found.append("export/model.safetensors differs")
     paths = [path for path in directory.rglob("*") if not path.is_dir() or path.is_symlink()]
     files = {str(path.relative_to(directory)) for path in paths}
-    may_be = (*ALLOWED, *OPTIONAL)
+    may_be = (*REQUIRED, *OPTIONAL)
     if left := sorted(name for name in files if not any(fnmatch.fnmatch(name, allowed) for allowed in may_be)):
         found.append(f"left over: {', '.join(left)}")
-    if absent := sorted(pattern for pattern in ALLOWED if not fnmatch.filter(files, pattern)):
+    if absent := sorted(pattern for pattern in REQUIRED if not fnmatch.filter(files, pattern)):
         found.append(f"absent: {', '.join(absent)}")
     return found
 

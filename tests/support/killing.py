@@ -34,16 +34,15 @@ class Kill(Callback):
             return
         if self.moment == "loading":
             os.kill(os.getpid(), self.signal_number)
-        polls = {"rollout": 4, "validation": 4}
-        seen = {"rollout": 0, "validation": 0}
+        seen = 0
         poll, apply = pl_module.poll, pl_module.apply_gradients
 
         def polled():
-            now = "rollout" if trainer.training else "validation"
-            due = self.step if now == "rollout" else self.step - 1 + 1
-            if self.moment == now and pl_module.completed_steps + 1 == due and not trainer.sanity_checking:
-                seen[now] += 1
-                if seen[now] == polls[now]:
+            nonlocal seen
+            moment = "rollout" if trainer.training else "validation"
+            if moment == self.moment and pl_module.completed_steps + 1 == self.step and not trainer.sanity_checking:
+                seen += 1
+                if seen == 4:
                     os.kill(os.getpid(), self.signal_number)
             poll()
 
