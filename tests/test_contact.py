@@ -1,7 +1,5 @@
 """How processes are in contact, and how the loss of it is recognized; what real ones do is in test_processes.py."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,73 +10,41 @@ from grpo_lightning.distributed.ranks import PeerError, lost_contact
 from grpo_lightning.distributed.strategies import FullyShardedStrategy, ReplicatedStrategy
 
 
+class Alone:
+    """A cluster of one process."""
+
+    main_address, main_port, creates_processes_externally = "127.0.0.1", 1, True
+
+    def global_rank(self):
+        return 0
+
+    local_rank = node_rank = global_rank
+
+    def world_size(self):
+        return 1
+
+    def set_global_rank(self, rank): ...
+
+    set_world_size = set_global_rank
+
+
 @pytest.mark.parametrize("kind", [ReplicatedStrategy, FullyShardedStrategy])
-def test_on_gpus_objects_are_exchanged_by_the_cpus(
-    kind: type[ReplicatedStrategy | FullyShardedStrategy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_gpus_objects_are_exchanged_by_the_cpus(kind, monkeypatch):
     monkeypatch.setattr(Strategy, "setup_environment", lambda self: None)  # which moves to the device
-    at_exit: list[object] = []
-    monkeypatch.setattr(strategies.atexit, "register", at_exit.append)
-    asked: list[tuple[str, torch.device | None]] = []
+    asked = []
+    monkeypatch.setattr(strategies.atexit, "register", lambda end: None)
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **named: asked.append((backend, named["device_id"]))
     )
     for place in ("cpu", "cuda:0"):
         strategy = kind(timeout=1)
         strategy.parallel_devices = [torch.device(place)]
-        strategy.cluster_environment = Alone()  # type: ignore[assignment]
+        strategy.cluster_environment = Alone()
         (strategy.setup_distributed if isinstance(strategy, ReplicatedStrategy) else strategy._setup_distributed)()
     assert asked == [("gloo", None), ("cpu:gloo,cuda:nccl", torch.device("cuda:0"))]
-    assert at_exit == 2 * [strategies._destroy_process_group]  # on CPUs as well
 
 
-class Alone:
-    """A cluster of one process."""
-
-    main_address, main_port, creates_processes_externally = "127.0.0.1", 1, True
-
-    def global_rank(self) -> int:
-        return 0
-
-    local_rank = node_rank = global_rank
-
-    def world_size(self) -> int:
-        return 1
-
-    def set_global_rank(self, rank: int) -> None: ...
-
-    set_world_size = set_global_rank
-
-
-@pytest.fixture
-def two_backends() -> Iterator[None]:
-    # The backend of GPUs cannot be NCCL here; torch chooses by the devices' names.
-    dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    strategies._destroy_process_group()
-    assert not dist.is_initialized()
-
-
-@pytest.mark.usefixtures("two_backends")
-def test_with_two_backends_objects_take_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    places: list[str] = []
-    original = dist.distributed_c10d._object_to_tensor  # type: ignore[attr-defined]
-
-    def recording(value: object, device: torch.device, group: object) -> object:
-        places.append(str(device))
-        return original(value, device, group)
-
-    monkeypatch.setattr(dist.distributed_c10d, "_object_to_tensor", recording)  # type: ignore[attr-defined]
-    values: list[object] = [None]
-    with torch.inference_mode():  # as Lightning validates where the backend is not gloo alone
-        dist.all_gather_object(values, {"texts": ["a"]})
-        assert dist.get_backend() == "cpu:gloo,cuda:gloo"
-        dist.barrier()
-    assert values == [{"texts": ["a"]}]
-    assert places == ["cpu"]
-
-
-def test_the_end_of_another_process_is_recognized() -> None:
+def test_the_end_of_another_process_is_recognized():
     for error in (
         dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"),
         dist.DistNetworkError("The client socket has timed out after 600000ms while trying to connect"),
@@ -89,10 +55,10 @@ def test_the_end_of_another_process_is_recognized() -> None:
         RuntimeError("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting"),
         RuntimeError("Broken pipe. [TCPStore.cpp:127] Failed to send"),
     ):
-        told = lost_contact(error)
-        assert isinstance(told, PeerError)
-        assert str(told).startswith("lost contact with another process of the run: it was killed, ran out of memory")
-        assert str(error) in str(told)
+        found = lost_contact(error)
+        assert isinstance(found, PeerError)
+        assert str(found).startswith("lost contact with another process of the run")
+        assert str(error) in str(found)
     for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
         RuntimeError("Distributed package doesn't have NCCL built in"),

@@ -1,6 +1,6 @@
-"""A small disk of its own for a command, by the means that this machine has, and a callback that fills one.
+"""A small disk for a command, and a callback that fills one.
 
-Run as a program it pretends: python -m tests.support.disk BYTES DIRECTORY COMMAND..., where nothing can be mounted.
+python -m tests.support.disk BYTES DIRECTORY SCRIPT ... runs a script that believes a directory to be on such a disk.
 """
 
 import errno
@@ -9,7 +9,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,37 +16,13 @@ from lightning import Callback
 
 from tests.support.composed import ROOT
 
-MOUNTED = 'mount -t tmpfs -o size="$1" tmpfs "$2" && shift 2 && "$@"; code=$?; cp -a "$DISK/." "$COPY/"; exit $code'
-
 
 def on_small_disk(size: int, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """``python ARGUMENTS`` with ``directory`` on a disk of ``size`` bytes, whose content is in it afterwards."""
+    """``python ARGUMENTS`` with ``directory`` on a disk of ``size`` bytes."""
     directory.mkdir(parents=True)
-    copy = directory.with_name(f"{directory.name}_copy")
-    copy.mkdir()
-    command = [*_pretended(size, directory), *arguments]
-    if namespace := _namespace():
-        command = [*namespace, "sh", "-c", MOUNTED, "sh", str(size), str(directory), sys.executable, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DISK": str(directory), "COPY": str(copy)}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    if namespace:
-        directory.rmdir()
-        copy.rename(directory)
-    return ended
-
-
-@cache
-def _namespace() -> list[str]:
-    """How to get a place for mounts that nobody else sees; nothing where there is no way."""
-    for command in (["unshare", "-m"], ["unshare", "-rm"], ["sudo", "-nE", "unshare", "-m"]):
-        tried = [*command, "sh", "-c", "mount -t tmpfs -o size=1m tmpfs /mnt"]
-        if shutil.which(command[0]) and subprocess.run(tried, capture_output=True).returncode == 0:
-            return command
-    return []
-
-
-def _pretended(size: int, directory: Path) -> list[str]:
-    return [sys.executable, "-m", "tests.support.disk", str(size), str(directory)]
+    command = [sys.executable, "-m", "tests.support.disk", str(size), str(directory), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 class Fill(Callback):
