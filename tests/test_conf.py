@@ -1,60 +1,58 @@
-"""Every choice of every group composes, passes the checks, and asks its target for arguments that exist."""
+"""Every choice of every group composes and fits its target; presets and recipes have their published numbers."""
 
+import json
+import math
+import re
+import shlex
+
+import datasets
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.config import check_config
-from tests.support.composed import CONF, composed
+from grpo_lightning.config.tree import value_at
+from grpo_lightning.run import Run
+from tests.support.checkpoints import write_checkpoint, write_reward_model
+from tests.support.composed import CONF, ROOT, build, composed, with_directories
+from tests.test_readme import FENCE, commands
 
-MULTIPLE = {"reward", "logger"}
 NEEDS = {
-    ("policy", "hf"): ["policy.path=some/model"],
-    ("reference", "another_model"): ["reference.path=some/model"],
-    ("reference", "none"): ["loss.kl_coef=0"],
-    ("reference", "adapter_off"): ["policy.adapter={r: 4}"],
-    ("data", "jsonl"): ["data.path=some.jsonl"],
-    ("data", "hub"): ["data.path=some/data"],
-    ("data", "inline"): ["data.train.prompts=[a,b]", "data.prompts_per_step=1"],
-    ("reward", "custom"): ["reward.custom.function._target_=tests.support.rewards.vowels"],
-    ("reward", "custom_per_completion"): [
+    "policy=hf": ["policy.path=some/model"],
+    "reference=another_model": ["reference.path=some/model"],
+    "reference=none": ["loss.kl_coef=0"],
+    "reference=adapter_off": ["policy.adapter={r: 4}"],
+    "data=jsonl": ["data.path=some.jsonl"],
+    "data=hub": ["data.path=some/data"],
+    "data=inline": ["data.train.prompts=[a,b]", "data.prompts_per_step=1"],
+    "reward=[custom]": ["reward.custom.function._target_=tests.support.rewards.vowels"],
+    "reward=[custom_per_completion]": [
         "reward.custom.function.function._target_=grpo_lightning.reward.text.answer_text"
     ],
-    ("reward", "keyword"): ["reward.keyword.function.words=[because]"],
-    ("reward", "pattern"): ["reward.pattern.function.expression=because"],
-    ("reward", "json_schema"): ["reward.json_schema.function.schema={type:object}"],
-    ("reward", "judge"): ["reward.judge.function.base_url=http://localhost/v1", "reward.judge.function.model=some"],
-    ("reward", "model"): ["reward.model.function.path=some/model"],
-    ("rollout", "recorded"): ["rollout.path=some/run", "mode=validate"],
-    ("environment", "custom"): ["environment.function._target_=tests.support.environments.guess"],
-    ("environment", "gymnasium"): ["environment.function.id=FrozenLake-v1"],
-    ("environment", "tools"): ["environment.function.tools=[tests.support.toolbox.add]"],
-    ("environment", "played"): ["environment.function.function._target_=tests.support.environments.countdown"],
-    ("reward", "environment"): [
-        "environment=custom",
-        "environment.function._target_=tests.support.environments.guess",
-    ],
-    ("sampler", "vllm"): ["mode=export"],  # of the others it says that vLLM is missing
-    ("sampler", "vllm_server"): ["sampler.directory=some/weights"],
-    ("module", "sft"): ["data=demonstrations"],
+    "reward=[environment]": ["environment=guess"],
+    "reward=[keyword]": ["reward.keyword.function.words=[because]"],
+    "reward=[pattern]": ["reward.pattern.function.expression=because"],
+    "reward=[json_schema]": ["reward.json_schema.function.schema={type:object}"],
+    "reward=[judge]": ["reward.judge.function.base_url=http://localhost/v1", "reward.judge.function.model=some"],
+    "reward=[model]": ["reward.model.function.path=some/model"],
+    "reward=[live]": ["+reward@reward.mine=live", "reward.mine.function.name=reward.mine", "reward=[]"],
+    "rollout=recorded": ["rollout.path=some/run", "mode=validate"],
+    "environment=custom": ["environment.function._target_=tests.support.environments.guess"],
+    "environment=gymnasium": ["environment.function.id=FrozenLake-v1"],
+    "environment=tools": ["environment.function.tools=[tests.support.toolbox.add]"],
+    "sampler=vllm": ["mode=export"],  # of the others it says that vLLM is missing
+    "sampler=vllm_server": ["sampler.directory=some/weights"],
+    "module=sft": ["data=demonstrations"],
 }
-# A file that is chosen once for each of several names.
-NAMED = {("reward", "live"): ["+reward@reward.mine=live", "reward.mine.function.name=reward.mine"]}
-CHOICES = sorted(
-    (path.parent.name, path.stem)
-    for path in CONF.glob("*/*.yaml")
-    if path.stem not in ("base", "taught") and path.parent.name not in ("experiment", "sweep")
-)
 
 
-@pytest.mark.parametrize("group, name", CHOICES, ids=["=".join(choice) for choice in CHOICES])
-def test_choice_matches_the_code(group, name):
-    choice = f"{group}=[{name}]" if group in MULTIPLE else f"{group}={name}"
-    check_config(composed(*NAMED.get((group, name), [choice]), *NEEDS.get((group, name), [])))
-
-
-def test_every_file_says_what_it_is():
-    for path in CONF.rglob("*.yaml"):
-        text = path.read_text()
-        assert "#" in text or len(text.splitlines()) < 10, path
+def test_every_choice_composes_and_fits_its_target():
+    for path in sorted(CONF.glob("*/*.yaml")):
+        group, name = path.parent.name, path.stem
+        if name in ("base", "taught") or group in ("experiment", "sweep"):
+            continue
+        choice = f"{group}=[{name}]" if group in ("reward", "logger") else f"{group}={name}"
+        words = NEEDS[choice] if name == "live" and group == "reward" else [choice, *NEEDS.get(choice, [])]
+        check_config(composed(*words))
 
 
 # algorithm -> advantage, surrogate and its bounds, weights, KL estimator and coefficient, reference, tries
@@ -74,52 +72,269 @@ PRESETS = {
 def pinned(config):
     loss = config["loss"]
     name = {part: loss[part]["_target_"].rsplit(".")[-1] for part in ("surrogate", "weights", "kl")}
-    bounds = tuple(value for value in loss["surrogate"].values() if isinstance(value, float))
     return (
         config["advantage"]["_target_"].rsplit(".")[-1],
         name["surrogate"],
-        bounds,
-        name["weights"],
-        name["kl"],
-        loss["kl_coef"],
+        tuple(value for value in loss["surrogate"].values() if isinstance(value, float)),
+        *(name["weights"], name["kl"], loss["kl_coef"]),
         config["reference"]["_target_"].rsplit(".")[-1],
         config["rollout"]["max_tries"],
     )
 
 
-def test_a_preset_pins_every_coupled_choice():
-    names = {path.stem for path in (CONF / "algorithm").glob("*.yaml")}
-    assert {name: pinned(composed(f"algorithm={name}")) for name in names} == PRESETS
-
-
-@pytest.mark.parametrize("algorithm", PRESETS)
-def test_a_preset_names_its_paper(algorithm):
-    header = (CONF / "algorithm" / f"{algorithm}.yaml").read_text(encoding="utf-8").splitlines()[1]
-    assert "arXiv:" in header
-
-
-def test_dapo_adds_its_penalty_to_whatever_rewards_are_chosen():
-    config = composed("algorithm=dapo", "reward=[exact]")
+def test_a_preset_pins_every_coupled_choice_and_names_its_paper():
+    files = {path.stem: path.read_text(encoding="utf-8") for path in (CONF / "algorithm").glob("*.yaml")}
+    assert {name: pinned(composed(f"algorithm={name}")) for name in files} == PRESETS
+    assert all("arXiv:" in text.splitlines()[1] for text in files.values())
+    config = composed("algorithm=dapo", "reward=[exact]")  # its penalty is added to whatever rewards are chosen
     assert list(config["reward"]) == ["exact", "soft_overlong"]
     assert config["reward"]["soft_overlong"]["function"]["max_length"] == config["rollout"]["max_new_tokens"] == 36
-    assert config["data"]["tries"] == 3
     assert config["rollout"]["group_filter"]["_target_"] == "grpo_lightning.rollout.selection.mixed"
     assert composed("algorithm=dr_grpo")["loss"]["weights"]["length"] == 36
 
 
-def test_real_models_have_the_rates_and_lengths_of_real_models():
-    config = composed("policy=qwen2_5_0_5b")
-    assert config["optimizer"]["lr"] == 1e-6
-    assert config["rollout"]["max_new_tokens"] == config["validation"]["max_new_tokens"] == 512
-    assert config["policy"]["trust_remote_code"] is False
-    assert composed("policy=qwen3_0_6b")["policy"]["template_kwargs"] == {"enable_thinking": True}
-    assert composed("policy=gpt2", "reference=distilgpt2")["reference"]["path"] == "distilbert/distilgpt2"
+# What a published recipe says, whether or not it is a default today.
+OPEN_R1 = {
+    "policy.path": "Qwen/Qwen2.5-1.5B-Instruct",
+    "data.columns": {"prompt": "problem", "answer": "answer"},
+    "rollout.temperature": 0.6,
+    "rollout.max_new_tokens": 2048,
+    "reward.accuracy.weight": 1.0,
+    "reward.format.weight": 0.1,
+    "advantage._target_": "grpo_lightning.advantage.centered",
+    "loss.kl_coef": 0.01,
+    "optimizer.lr": 1e-6,
+}
+CLIP = {"loss.surrogate.epsilon_low": 0.2, "loss.surrogate.epsilon_high": 0.2}
+RECIPES = {
+    "open_r1": {
+        **OPEN_R1,
+        **CLIP,
+        "data.path": "open-r1/OpenR1-Math-220k",
+        "steps": 500,
+        "rollout.group_size": 16,
+        "rollout.top_p": 0.95,
+        "rollout.top_k": 0,
+    },
+    "open_r1_exercise": {
+        **OPEN_R1,
+        "data.path": "./math_100_samples",
+        "data.prompts_per_step": 2,  # 100 samples / 50 steps
+        "data.validation_size": 20,
+        "steps": 50,
+        "rollout.group_size": 8,
+        "rollout.top_p": 1.0,
+    },
+    "grpo_guide": {
+        **CLIP,
+        "policy.path": "Qwen/Qwen2.5-0.5B-Instruct",
+        "data.path": "openai/gsm8k",
+        "data.prompts_per_step": 16,
+        "rollout.group_size": 8,
+        "rollout.temperature": 1.0,
+        "rollout.max_new_tokens": 256,
+        "reward.numeric.weight": 1.0,
+        "advantage._target_": "grpo_lightning.advantage.standardized",
+        "advantage.correction": 1,
+        "advantage.eps": 1e-8,
+        "loss.kl._target_": "grpo_lightning.loss.k3",
+        "loss.kl_coef": 0.1,
+        "module.ppo_epochs": 4,
+        "optimizer.lr": 5e-6,
+    },
+    "deepseekmath": {
+        "policy.path": "deepseek-ai/deepseek-math-7b-instruct",
+        "data.path": "openai/gsm8k",
+        "data.prompts_per_step": 16,  # 1024 / 64
+        "rollout.group_size": 64,
+        "rollout.temperature": 0.7,
+        "rollout.max_new_tokens": 1024,
+        "reward.numeric.weight": 1.0,
+        "advantage._target_": "grpo_lightning.advantage.standardized",
+        "loss.weights._target_": "grpo_lightning.loss.completion_mean",
+        "loss.kl._target_": "grpo_lightning.loss.k3",
+        "loss.kl_coef": 0.04,
+        "module.ppo_epochs": 1,
+        "module.minibatch_size": None,
+        "optimizer.lr": 1e-6,
+    },
+    "gpt2_notebook": {
+        **CLIP,
+        "policy.path": "openai-community/gpt2",
+        "reference.path": "distilbert/distilgpt2",
+        "data.prompts_per_step": 5,
+        "rollout.group_size": 5,
+        "rollout.temperature": 1.0,
+        "rollout.top_k": 50,
+        "rollout.max_new_tokens": 10,
+        "reward.word_variety.weight": 1.0,
+        "advantage.correction": 0,
+        "advantage.eps": 1e-8,
+        "loss.kl_coef": 0.01,
+    },
+    "rlox_quickstart": {
+        "data.prompts_per_step": 16,
+        "data.train_size": 16,  # every step is one of the three passes over the prompts
+        "steps": 3,
+        "rollout.group_size": 4,
+        "rollout.max_new_tokens": 8,
+        "reward.accuracy.weight": 1.0,
+        "reward.tag_count.weight": 0.05,
+        "loss.weights._target_": "grpo_lightning.loss.constant",
+        "loss.weights.length": 1,
+        "loss.kl_coef": 0.1,
+        "module.minibatch_size": None,
+        "module.max_grad_norm": 1.0,
+        "optimizer.lr": 1e-4,
+    },
+}
+SUPERVISED = ["steps=2", "schedule.warmup_steps=1", "data.prompts_per_step=4", "rollout.max_new_tokens=6"]
+SMALL = ("trainer=cpu", "data.validation_size=4", "validation.samples_per_prompt=2", "validation.ks=[1,2]")
+SHORT = ("steps=2", "data.prompts_per_step=2", "rollout.max_new_tokens=6")
+TINY = ["policy.hidden_size=16", "policy.intermediate_size=32", "policy.num_layers=1", "policy.num_heads=2"]
+# How each is reduced, and its optimizer steps: rollouts times updates of each.
+REDUCED = {
+    "open_r1": ("qwen2", [*SHORT, "rollout.group_size=3"], 2),
+    "open_r1_exercise": ("qwen2", ["steps=2", "rollout.max_new_tokens=6", "rollout.group_size=2"], 2),
+    "grpo_guide": ("qwen2", [*SHORT, "rollout.group_size=2"], 8),
+    "deepseekmath": ("llama", [*SHORT, "rollout.group_size=4"], 2),
+    "gpt2_notebook": ("gpt2", ["steps=2"], 2),
+    "rlox_quickstart": ("llama", [], 3),
+    "annealed": ("llama", [*SHORT, "rollout.group_size=3"], 2),
+    "iterative_grpo": ("llama", [*SHORT, "rollout.group_size=3", "callbacks.reference.every=1"], 2),
+    "iterative_reward_model": (
+        "llama",
+        [*SHORT, "rollout.group_size=2", "callbacks.reward_model.every=1", "callbacks.reference.every=1"],
+        2,
+    ),
+    "calculator_taught": ("llama", SUPERVISED, 2),
+    "calculator": ("llama", [*SHORT, "rollout.group_size=3"], 2),
+    "guess_taught": ("llama", SUPERVISED, 2),
+    "guess": ("llama", [*SHORT, "rollout.group_size=3"], 2),
+    "sft_tiny": (None, [*SUPERVISED, *TINY], 2),
+    "sft_tiny_flawed": ("llama", SUPERVISED, 2),
+}
 
 
-def test_what_the_user_says_wins_over_every_file():
-    config = composed(
-        "policy=qwen2_5_0_5b", "algorithm=dapo", "optimizer.lr=3e-5", "loss.kl_coef=0.5", "reference=frozen_copy"
+def test_a_recipe_composes_to_its_published_numbers():
+    for name, numbers in RECIPES.items():
+        config = composed(f"experiment={name}")
+        assert {key: value_at(config, key, KeyError) for key in numbers} == numbers, name
+        assert set(config["reward"]) == {key.split(".")[1] for key in numbers if key.startswith("reward.")}, name
+
+
+@pytest.mark.slow
+def test_the_commands_in_the_headers_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = sorted((CONF / "experiment").glob("*.yaml"))
+    assert {path.stem for path in files} == set(REDUCED) > set(RECIPES)
+    for path in files:
+        (command,) = re.findall(r"^# Command +python train\.py (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        arguments = shlex.split(command)
+        assert f"experiment={path.stem}" in arguments
+        check_config(with_directories(composed(*arguments), tmp_path))
+
+
+def test_who_wins():
+    """The command line over a recipe, a recipe over the sizes that a policy sets, an algorithm over nothing of both."""
+    config = composed("experiment=grpo_guide", "policy=gpt2")
+    assert (config["optimizer"]["lr"], config["rollout"]["max_new_tokens"]) == (5e-6, 256)
+    assert config["validation"]["max_new_tokens"] == 256
+    words = ["policy=gpt2", "advantage=leave_one_out", "reward=[numeric,format]", "rollout.top_p=0.9", "steps=7"]
+    config = composed("experiment=open_r1_exercise", *words)
+    assert config["policy"]["path"] == "openai-community/gpt2"
+    assert config["advantage"]["_target_"] == "grpo_lightning.advantage.leave_one_out"
+    assert (list(config["reward"]), config["rollout"]["top_p"], config["steps"]) == (["numeric", "format"], 0.9, 7)
+    assert config["rollout"]["group_size"] == 8  # what is not overridden stays
+    config = composed("experiment=deepseekmath", "algorithm=dr_grpo")
+    assert config["loss"]["weights"]["_target_"] == "grpo_lightning.loss.constant"
+    config = composed("policy=qwen2_5_0_5b", "algorithm=dapo", "loss.kl_coef=0.5", "reference=frozen_copy")
+    assert (config["optimizer"]["lr"], config["rollout"]["max_new_tokens"], config["loss"]["kl_coef"]) == (
+        1e-6,
+        512,
+        0.5,
     )
-    assert config["optimizer"]["lr"] == 3e-5
-    assert config["loss"]["kl_coef"] == 0.5
-    assert config["reference"]["_target_"].endswith("frozen_copy")
+    assert config["policy"]["trust_remote_code"] is False
+
+
+@pytest.fixture(scope="module")
+def local_data(tmp_path_factory):
+    """Data sets with the columns of the published ones, as save_to_disk leaves them."""
+    directory = tmp_path_factory.mktemp("data")
+    sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(10) for b in range(10)]
+    columns = {"problem": [question for question, _ in sums], "answer": [answer for _, answer in sums]}
+    math = datasets.Dataset.from_dict(columns | {"solution": ["Add them."] * 100, "source": ["olympiads"] * 100})
+    math.save_to_disk(directory / "math")
+    answers = [f"It is <<{answer}={answer}>>{answer}.\n#### {answer}" for _, answer in sums]
+    grade_school = datasets.Dataset.from_dict({"question": columns["problem"], "answer": answers})
+    datasets.DatasetDict(train=grade_school, test=grade_school.select(range(8))).save_to_disk(directory / "gsm8k")
+    paths = {"openai/gsm8k": "gsm8k", "open-r1/OpenR1-Math-220k": "math", "./math_100_samples": "math"}
+    return {published: directory / name for published, name in paths.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_recipe_trains_at_reduced_size(name, local_data, tmp_path):
+    architecture, reduced, updates = REDUCED[name]
+    published = composed(f"experiment={name}")
+    overrides = [f"experiment={name}", *SMALL, *reduced, f"run_dir={tmp_path / 'run'}"]
+    if architecture:
+        # Random text earns nothing by the recipe's own rewards, and a gradient of 0 would show nothing.
+        overrides.append(f"reward=[{','.join([*published['reward'], 'custom'])}]")
+        overrides.append("reward.custom.function._target_=tests.support.rewards.vowels")
+        chat = architecture != "gpt2"
+        overrides.append(f"policy.path={write_checkpoint(tmp_path / 'policy', architecture, chat=chat)}")
+    if "path" in published["reference"]:
+        overrides.append(f"reference.path={write_checkpoint(tmp_path / 'other', 'gpt2', chat=False, seed=1)}")
+    if "model" in published["reward"]:
+        scorer = write_reward_model(tmp_path / "reward_model", "qwen3", chat=True)
+        overrides += [f"reward.model.function.path={scorer}", "reward.model.function.max_length=256"]
+    if published["data"].get("path"):
+        overrides.append(f"data.path={local_data[published['data']['path']]}")
+
+    config = composed(*overrides)
+    run = Run(config, build(*overrides), overrides=overrides, directory_given=True)
+    returned = run.execute()
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    metrics = summary["metrics"]
+    assert (summary["status"], summary["steps"]) == ("finished", config["steps"])
+    assert all(math.isfinite(number) for number in metrics.values())
+    assert returned == metrics["val/pass@1"]
+    assert {f"val/reward/{reward}" for reward in published["reward"]} <= set(metrics)
+    assert run.trainer.global_step == updates
+    assert metrics["optim/grad_norm"] > 1e-3
+    assert metrics["optim/skipped"] == 0
+    if "rollout" in config["module"]:
+        last = {"constant": 1.0, "linear": 1 / config["steps"]}[config["schedule"]["_target_"].rpartition(".")[2]]
+        assert metrics["optim/lr"] == pytest.approx(last * published["optimizer"]["lr"])
+        assert metrics["completion/length_max"] <= config["validation"]["max_new_tokens"]
+    export = tmp_path / "run" / "export"
+    trained, words = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
+    assert trained.config.vocab_size == len(words) == len(run.module.policy.tokenizer)
+
+
+# docs/coming_from.md: its blocks run, and its commands are the recipes.
+PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+BLOCKS = [block for language, block in FENCE.findall(PAGE) if language == "python"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_a_block_of_the_page_runs(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(BLOCKS[number], f"block {number}", "exec"), {"__name__": "__main__"})
+
+
+def test_the_commands_of_the_page_are_the_recipes():
+    [command] = [one for one in commands(PAGE) if "policy.path=./sft_checkpoint" in one and "steps=500" in one]
+    spelled = composed(*[word for word in shlex.split(command)[2:] if not word.startswith("hydra.")])
+    recipe = composed("experiment=open_r1")
+    for part in ("rollout", "advantage", "loss", "optimizer", "steps", "data"):
+        assert spelled[part] == recipe[part], part
+    assert {name: spelled["reward"][name] for name in recipe["reward"]} == recipe["reward"]
+    [command] = [one for one in commands(PAGE) if "loss=response_ratio" in one]
+    config = composed(*shlex.split(command)[2:])
+    assert config["loss"]["surrogate"]["_target_"] == "grpo_lightning.loss.response_clipped"
+    assert (config["loss"]["kl"]["_target_"], config["loss"]["kl_coef"]) == ("grpo_lightning.loss.k1", 0.1)
+    assert (config["module"]["ppo_epochs"], config["module"]["minibatch_size"]) == (4, 1)
