@@ -16,26 +16,6 @@ GUESS = "environment=custom environment.function._target_=tests.support.environm
 ROWS = [{"prompt": f"Guess {number}", "number": number} for number in range(6)]
 
 
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory):
-    """A small model whose chat template shows no tools."""
-    return write_checkpoint(tmp_path_factory.mktemp("chatml") / "policy", "qwen2", chat=True)
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    """The same model, whose chat template shows tools before everything."""
-    path = write_checkpoint(tmp_path_factory.mktemp("shown") / "policy", "qwen2", chat=True)
-    template = path / "chat_template.jinja"
-    assert template.exists()
-    template.write_text(
-        "{% for tool in tools or [] %}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor %}"
-        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    return path
-
-
 def letters(completions, **columns):
     return [float(len(set(text))) for text in completions]
 
@@ -47,8 +27,8 @@ def test_training_and_validation_have_the_same_environment():
     for one in (rollout.environment, validation.scorer.environment):
         assert (one.max_turns, one.timeout, one.max_failed, one.failed_score) == (3, 2, 0.5, None)
         assert (one.max_reply, one.reply_role, one.name) == (10_000, "tool", "tests.support.environments.guess")
-    played = build("environment=played", "environment.function.function._target_=tests.support.environments.shop")
-    assert isinstance(played("environment").function, GeneratorEnvironment)
+    shop = build("environment=custom", "environment.function._target_=tests.support.environments.shop")("environment")
+    assert isinstance(shop.function, GeneratorEnvironment)
 
 
 def welcome(turns):
@@ -100,28 +80,27 @@ TOOL = (
 )
 
 
-def with_tools(path, *words, **parts):
-    own = [] if "policy" in parts else ["policy=hf", f"policy.path={path}"]
-    return grpo.compose(*SMALL, *own, *TOOL, *words, reward=letters, data=ROWS, **parts)
+def with_tools(path, *words):
+    return grpo.compose(*SMALL, "policy=hf", f"policy.path={path}", *TOOL, *words, reward=letters, data=ROWS)
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @pytest.mark.slow
-def test_the_chat_template_is_given_the_tools(shown):
-    policy = with_tools(shown).module.policy
+def test_the_chat_template_is_given_the_tools_or_the_run_refused(tmp_path):
+    path = write_checkpoint(tmp_path / "policy", "qwen2", chat=True)
+    with pytest.raises(ValueError, match="the chat template .*does not show the tools add"):
+        _ = with_tools(path).module
+    with pytest.raises(ValueError, match=r"tools \(add\) need a policy with a chat template"):
+        _ = with_tools(path, "policy.plain_text=true").module
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    policy = with_tools(path).module.policy
     assert policy.render("How much?").startswith("add: Sums up ${a} and ${b}.\n<|im_start|>user\nHow much?<|im_end|>")
     assert policy.reply_role == "tool"
     assert "<|im_start|>tool\nmore" in policy.tokenizer.decode(policy.reply_ids("more", after=None))
-    assert with_tools(shown, "environment.role=user").module.policy.reply_role == "user"
-
-
-@pytest.mark.slow
-def test_tools_that_cannot_be_shown_are_refused(chatml, monkeypatch):
-    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", unread)
-    with pytest.raises(ValueError, match="the chat template does not show the tools add"):
-        _ = with_tools(chatml).module
-    with pytest.raises(ValueError, match=r"tools \(add\): the policy has no chat template"):
-        _ = with_tools(chatml, "policy.plain_text=true").module
-
-
-def unread(*_, **__):
-    raise AssertionError("weights are read")
+    assert with_tools(path, "environment.role=user").module.policy.reply_role == "user"

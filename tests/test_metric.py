@@ -1,3 +1,5 @@
+"""pass@k and maj@k by hand and by enumeration."""
+
 import itertools
 
 import pytest
@@ -10,27 +12,23 @@ def rights(*rows: str) -> torch.Tensor:
     return torch.tensor([[c == "x" for c in row] for row in rows])
 
 
-@pytest.mark.parametrize(
-    "k, expected",
-    [
+def test_pass_at_k_by_hand_and_as_the_mean_over_all_subsets():
+    for k, expected in (
         (1, (1 / 4 + 0 + 3 / 4) / 3),
         (2, (1 / 2 + 0 + 1) / 3),  # 1 - C(3,2)/C(4,2) = 1/2; 1 - C(1,2)/C(4,2) = 1
         (4, 2 / 3),
-    ],
-)
-def test_pass_at_k_by_hand(k, expected):
-    metric = PassAtK(k)
-    metric.update(rights("x...", "...."))
-    metric.update(rights("xx.x"))
-    assert metric.compute().item() == pytest.approx(expected)
-
-
-def test_pass_at_k_is_the_mean_over_all_subsets():
-    row, k = "x..x.", 3
-    subsets = list(itertools.combinations(row, k))
-    metric = PassAtK(k)
-    metric.update(rights(row))
-    assert metric.compute().item() == pytest.approx(sum("x" in s for s in subsets) / len(subsets))
+    ):
+        metric = PassAtK(k)
+        metric.update(rights("x...", "...."))
+        metric.update(rights("xx.x"))
+        assert metric.compute().item() == pytest.approx(expected)
+    subsets = list(itertools.combinations("x..x.", 3))
+    metric = PassAtK(3)
+    metric.update(rights("x..x."))
+    assert metric.compute().item() == pytest.approx(sum("x" in subset for subset in subsets) / len(subsets))
+    metric.reset()
+    metric.update(rights("...."))
+    assert metric.compute().item() == 0.0
 
 
 def test_majority_by_hand():
@@ -42,21 +40,9 @@ def test_majority_by_hand():
     metric.reset()
     metric.update(rights("xx..", "x..."), [["7", "7", "1", "1"], ["7", "1", "2", "3"]])  # ties: 1/2 and 1/4
     assert metric.compute().item() == pytest.approx((1 / 2 + 1 / 4) / 2)
-
-
-def test_majority_looks_at_the_first_k_only():
-    metric = MajorityAtK(3)
+    metric = MajorityAtK(3)  # looks at the first three only
     metric.update(rights("xx..."), [["7", "7", "1", "1", "1"]])
     assert metric.compute().item() == 1.0
-
-
-def test_reset_and_no_prompts():
-    metric = PassAtK(1)
-    assert metric.compute().item() == 0.0
-    metric.update(rights("x"))
-    metric.reset()
-    metric.update(rights("."))
-    assert metric.compute().item() == 0.0
 
 
 def test_too_few_samples_are_refused():

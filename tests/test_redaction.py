@@ -32,18 +32,15 @@ def test_other_keys_keep_their_values():
     assert redact_config(kept) == kept
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_keys_of_well_known_services_are_hidden_wherever_they_stand():
+    for text in (
         *("hf_abcdefghijklmnopqrst", "sk-abcdefghijkl", "sk-proj-abc_def-ghi", "ghp_abcdefghijklmnopqrstuv"),
         *("github_pat_11ABCDEFG0abcdefghijkl", "xoxb-123456789012-abc", "AKIAABCDEFGHIJKLMNOP"),
         *("glpat-abcdefghijklmnopqrst", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSM"),
         "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----",
-    ],
-)
-def test_keys_of_well_known_services_are_hidden_wherever_they_stand(text):
-    assert redact(f"a {text} b") == f"a {REDACTED} b"
-    assert redact_config({"listed": [f"--with={text}"]}) == {"listed": [f"--with={REDACTED}"]}
+    ):
+        assert redact(f"a {text} b") == f"a {REDACTED} b"
+        assert redact_config({"listed": [f"--with={text}"]}) == {"listed": [f"--with={REDACTED}"]}
 
 
 def test_what_stands_behind_a_name_is_hidden():
@@ -53,7 +50,7 @@ def test_what_stands_behind_a_name_is_hidden():
         (f"wandb api_key: {'0a' * 20} of", "wandb api_key: <H> of"),
         (f"WANDB_API_KEY={'0a' * 20}", "WANDB_API_KEY=<H>"),
         (f"commit {'0a' * 20}", f"commit {'0a' * 20}"),
-        ("logger.wandb.api_key=abc123: allowed is", "logger.wandb.api_key=<H>: allowed is"),
+        ("logger.wandb.api_key=abc123: must be", "logger.wandb.api_key=<H>: must be"),
         ("['+x.token=abc', 'y.z=2']", "['+x.token=<H>', 'y.z=2']"),
         ("rollout.max_new_tokens=32 and token=count(x)", "rollout.max_new_tokens=32 and token=count(x)"),
     ):
@@ -76,7 +73,7 @@ def test_overrides_lose_the_values_of_secret_keys():
 
 
 def test_a_key_in_a_mapping_is_hidden_and_a_models_text_is_read_in_linear_time():
-    assert redact("x={'api_key': 'Zx9errA', 'b': 1}: allowed is 2") == "x={'api_key': REDACTED, 'b': 1}: allowed is 2"
+    assert redact("x={'api_key': 'Zx9errA', 'b': 1}: must be 2") == "x={'api_key': REDACTED, 'b': 1}: must be 2"
     start = time.process_time()
     redact("-a" * 16000 + "-eyJ" * 8000)  # a quadratic pattern takes 20 s
     assert time.process_time() - start < 3

@@ -164,12 +164,10 @@ def test_a_job_is_known_by_its_directory_and_its_overrides(tmp_path):
 
 @pytest.mark.slow
 def test_the_sweeps_of_conf_have_jobs_that_work():
-    numbers = {"group_size": 4, "kl_coef": 4, "lr": 5, "ppo_epochs": 9, "reward_weights": 3, "seeds": 5}
-    for name in {path.stem for path in (CONF / "sweep").glob("*.yaml")} & numbers.keys():
-        params = OmegaConf.load(CONF / "sweep" / f"{name}.yaml").hydra.sweeper.params
-        found = sweep.job_overrides(config(params=dict(params)))
-        assert len(found) == numbers[name]
-        check_config(composed(f"sweep={name}", *found[-1]))
+    params = OmegaConf.load(CONF / "sweep" / "lr.yaml").hydra.sweeper.params
+    found = sweep.job_overrides(config(params=dict(params)))
+    assert len(found) == 5
+    check_config(composed("sweep=lr", *found[-1]))
 
 
 def test_directories_of_jobs_are_named_by_what_differs():
