@@ -26,6 +26,7 @@ from grpo_lightning.config import ConfigError, check_config, sandbox_problems
 from grpo_lightning.config.redaction import REDACTED, redact_config, redact_overrides
 from grpo_lightning.config.suggestions import explain_compose_error
 from grpo_lightning.config.targets import find_targets, import_target, trusted_packages, with_targets
+from grpo_lightning.config.tree import leaves, value_at
 from grpo_lightning.console import write_atomic
 from grpo_lightning.distributed.devices import default_precision
 
@@ -247,19 +248,24 @@ def _with_callbacks(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return rest, {"callbacks": callbacks, "enable_checkpointing": keeps}
 
 
-def _with_env_references(node: Any, value: Any) -> Any:
-    """Resolved settings, in which what comes from the environment stays ``${oc.env:NAME}``.
+def _with_env_references(node: Any, config: Any) -> Any:
+    """Resolved settings, in which texts that come from the environment stay ``${oc.env:NAME}``, also in copies.
 
     Args:
         node: The settings unresolved.
-        value: The settings resolved.
+        config: The settings resolved.
     """
-    if isinstance(value, dict):
-        nodes = node if isinstance(node, dict) else {}
-        return {key: _with_env_references(nodes.get(key), item) for key, item in value.items()}
-    if isinstance(value, list) and isinstance(node, list):
-        return [_with_env_references(*pair) for pair in zip(node, value, strict=True)]
-    return node if isinstance(node, str) and "oc.env" in node else value
+    references = [(key, text) for key, text in leaves(node) if isinstance(text, str) and "oc.env" in text]
+    texts = {value: text for key, text in references if isinstance(value := value_at(config, key), str) and value}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: replaced(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [replaced(item) for item in value]
+        return texts.get(value, value) if isinstance(value, str) else value
+
+    return replaced(config) if texts else config
 
 
 def instantiate(node: Any, **options: Any) -> Any:

@@ -56,7 +56,7 @@ def test_a_continued_run_has_the_values_of_an_unbroken_one(tmp_path):
     own = ("steps=5", "validation.every=2", "schedule=constant", "callbacks.checkpoint.every=1")
     module = small_run(tmp_path / "whole", *own)
     told = summary(tmp_path / "whole")
-    assert [*told] == "metrics values steps seconds started choices overrides status error".split()
+    assert [*told] == ["metrics", "values", "steps", "seconds", "started", "choices", "overrides", "status", "error"]
     assert told["values"] == json.loads(json.dumps(module.summary()))
     assert {name: course["last"] for name, course in told["values"].items()} == told["metrics"]
     assert "best" not in told["values"]["reward/total"]

@@ -5,11 +5,14 @@ from typing import Any
 
 
 def value_at(config: Any, key: str, default: Any = None) -> Any:
-    """The value at a dotted key, or ``default`` where there is none."""
+    """The value at a dotted key, or ``default`` where there is none; items of lists are numbered from 0."""
     for name in key.split("."):
-        if not isinstance(config, Mapping) or name not in config:
+        if isinstance(config, list) and name.isdigit() and int(name) < len(config):
+            config = config[int(name)]
+        elif isinstance(config, Mapping) and name in config:
+            config = config[name]
+        else:
             return default
-        config = config[name]
     return config
 
 
