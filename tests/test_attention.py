@@ -1,11 +1,17 @@
-"""Attention over a stream of groups, against the same attention with a mask over everything."""
+"""Attention over a stream of groups, against the same attention with a mask over all pairs of tokens."""
+
+import random
+import resource
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
+from grpo_lightning.transformer import attention, kernels
 from grpo_lightning.transformer.attention import Stream, grouped
+from grpo_lightning.transformer.attention_flex import _bounds, _visible_pairs, block_mask
 
 CPU = torch.device("cpu")
 STREAMS = {
@@ -67,10 +73,10 @@ def test_scores_far_from_zero_do_not_overflow():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("groups", STREAMS.values(), ids=STREAMS.keys())
-def test_flex_attention_sees_the_same(groups):
-    *inputs, _ = (t.detach() for t in tensors(groups, 4, 2))
-    assert_close(Stream(groups, CPU).flex(*inputs, 0.3), masked(*inputs, groups, 0.3), rtol=0, atol=5e-6)
+def test_flex_attention_sees_the_same():
+    for groups in STREAMS.values():
+        *inputs, _ = (t.detach() for t in tensors(groups, 4, 2))
+        assert_close(Stream(groups, CPU).flex(*inputs, 0.3), masked(*inputs, groups, 0.3), rtol=0, atol=5e-6)
 
 
 def test_places_by_hand():
@@ -94,10 +100,10 @@ def test_keys_and_values_have_the_same_length():
     """torch's kernel for CPUs would read beyond the shorter ones, and write so where it makes gradients."""
     query, longer, shorter = (torch.randn(1, 2, size, 8) for size in (3, 6, 3))
     for key, value in ((shorter, longer), (longer, shorter)):
-        told = rf"attention to keys \[1, 2, {key.shape[2]}, 8\] and values \[1, 2, {value.shape[2]}, 8\]"
-        with pytest.raises(ValueError, match=told):
+        message = rf"attention to keys \[1, 2, {key.shape[2]}, 8\] and values \[1, 2, {value.shape[2]}, 8\]"
+        with pytest.raises(ValueError, match=message):
             AttentionInterface()[grouped("sdpa")](torch.nn.Module(), query, key, value, None)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             Stream(STREAMS["one group"], CPU).flex(query, key, value, 1.0)
 
 
@@ -113,3 +119,94 @@ def test_without_a_stream_the_attention_is_the_one_it_was_made_from():
     arguments = (Layer(), query, key, value, None)
     expected = AttentionInterface()["sdpa"](*arguments, scaling=0.2)[0]
     assert torch.equal(AttentionInterface()[name](*arguments, scaling=0.2)[0], expected)
+
+
+def streams():
+    """Groups, the last of which is a prompt alone, so that there is a multiple of 128 tokens."""
+    draw = random.Random(0)
+    several = [[(128, (128, 128)), (128, ())], [(1, (0, 127, 256)), (127, (1,))], [(300, (1,) * 90 + (260, 0, 400))]]
+    for longest in (6, 60, 200):
+        for _ in range(2):
+            completions = [tuple(draw.choices(range(longest), k=draw.randint(0, 5))) for _ in range(draw.randint(1, 4))]
+            several.append([(draw.randint(1, longest), lengths) for lengths in completions])
+    sizes = [sum(prompt + sum(completions) for prompt, completions in groups) for groups in several]
+    return [(*groups, *([(-size % 128, ())] if size % 128 else [])) for groups, size in zip(several, sizes)]
+
+
+def blocks(listed):
+    """Which blocks a kernel visits, for every block of queries and, in the backward pass, of keys."""
+    return {
+        name: [
+            set(row[:count].tolist())
+            for count, row in zip(getattr(listed, f"{name}_num_blocks")[0, 0], getattr(listed, f"{name}_indices")[0, 0])
+        ]
+        for name in ("kv", "full_kv", "q", "full_q")
+    }
+
+
+def test_blocks_are_those_that_all_pairs_of_tokens_give():
+    for groups in streams():
+        seen = mask(groups)
+        size = len(seen)
+        expected = create_block_mask(
+            lambda b, h, query, key, seen=seen: seen[query, key], None, None, size, size, device="cpu"
+        )
+        found = block_mask(groups, CPU)
+        assert blocks(found) == blocks(expected)
+        assert (found.shape, found.BLOCK_SIZE) == (expected.shape, expected.BLOCK_SIZE)
+        counted = seen.view(size // 128, 128, size // 128, 128).sum((1, 3))  # [N, N] -> [b, 128, b, 128] -> [b, b]
+        assert torch.equal(_visible_pairs(*_bounds(groups), size // 128), counted.double())
+        every = torch.arange(size)
+        assert torch.equal(found.mask_mod(0, 0, every[:, None], every), seen)
+
+
+def test_blocks_by_hand():
+    # prompt 0..199 | completion 200..455 | completion 456..511, in blocks of 128
+    found = blocks(block_mask(((200, (256, 56)),), CPU))
+    # Queries 128..255 see all of 0..127. Those in 256..383 are of the first completion and see prompt and completion.
+    # Of 384..511 some are of the second, which does not see 256..383, but all see 0..127.
+    assert found["full_kv"] == [set(), {0}, {0, 1}, {0}]
+    assert found["kv"] == [{0}, {1}, {2}, {1, 2, 3}]
+    with pytest.raises(ValueError, match="a stream of 100 tokens"):
+        block_mask(((60, (40,)),), CPU)
+
+
+def test_no_pair_of_tokens_takes_memory():
+    draw = random.Random(0)
+    groups = tuple((draw.randint(50, 600), tuple(draw.choices(range(900), k=8))) for _ in range(18))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    stream = Stream(groups, CPU)
+    assert stream.spans[-1][-1] > 65536
+    assert stream.block_mask.shape[-1] % 128 == 0
+    # A byte for every pair would be 4.3 GB; the lists of blocks are 4 times 513 * 513 * 4 bytes.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+
+
+@pytest.mark.slow
+def test_streams_of_all_lengths_are_one_graph(monkeypatch):
+    graphs, plain = [], torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, dynamic, options: plain(
+            function, dynamic=dynamic, backend=lambda graph, inputs: graphs.append(graph) or graph.forward
+        ),
+    )
+    kernels._compiled.cache_clear()
+    monkeypatch.setattr(attention, "flex_for", lambda device: attention.compiled_flex)
+    draw = random.Random(0)
+    lengths = [(3, (2,)), (100, (28,)), (256, ()), (1, (255,)), (256, (1,))]
+    lengths += [(draw.randint(1, 200), tuple(draw.choices(range(150), k=3))) for _ in range(16)]
+    for group in lengths:
+        query, key, value, _ = (each.detach() for each in tensors((group,), 4, 2))
+        found = Stream((group,), CPU).flex(query, key, value, 0.3)
+        assert_close(found, masked(query, key, value, (group,), 0.3), rtol=0, atol=5e-6)
+        assert len(graphs) == 1
+    # Another model is another graph, and so on: more than torch allows unless asked.
+    for heads in range(1, 10):
+        query, key, value, _ = (each.detach() for each in tensors(((5, (4,)),), heads, heads))
+        Stream(((5, (4,)),), CPU).flex(query, key, value, 0.3)
+    assert len(graphs) > torch._dynamo.config.recompile_limit
+    assert torch._dynamo.config.optimize_ddp
+    torch._dynamo.reset()
+    kernels._compiled.cache_clear()

@@ -32,7 +32,7 @@ def as_if_it_paid(monkeypatch):
     made = {}
     monkeypatch.setattr(kernels, "worth_compiling", lambda tensor: True)
     monkeypatch.setattr(lm_head, "worth_compiling", lambda tensor: True)
-    monkeypatch.setattr(kernels, "_made", lambda f, dynamic: made.setdefault(f, traced(f, dynamic)))
+    monkeypatch.setattr(kernels, "_compiled", lambda f, dynamic: made.setdefault(f, traced(f, dynamic)))
     monkeypatch.setattr(fused_decode, "packs", lambda *_: False)
     return made
 
@@ -46,14 +46,6 @@ def like_gpu(monkeypatch, *, copied: int) -> None:
 
     monkeypatch.setattr(SharedPromptCache, "open", opened)
     monkeypatch.setitem(COPIED, "cpu", copied)
-
-
-def test_nothing_is_compiled_on_a_cpu_nor_for_small_tensors():
-    assert not kernels.worth_compiling(torch.zeros(kernels.COMPILE_MIN_SIZE))
-    on_gpu = type("Tensor", (), {"device": torch.device("cuda"), "numel": lambda self: kernels.COMPILE_MIN_SIZE})()
-    assert kernels.worth_compiling(on_gpu)
-    small = type("Tensor", (), {"device": torch.device("cuda"), "numel": lambda self: kernels.COMPILE_MIN_SIZE - 1})()
-    assert not kernels.worth_compiling(small)
 
 
 @pytest.mark.slow
@@ -81,7 +73,7 @@ def test_a_traced_sampler_draws_the_same(tmp_path, monkeypatch, request, name, c
         assert_close(found.logprobs, other.logprobs, rtol=0, atol=1e-5)
         assert_close(found.entropy, other.entropy, rtol=0, atol=1e-5)
     names = {function.__name__ for function in made}
-    assert names == {"_before", "_behind", "_from_all", "_logsumexp", "store", "joined"}
+    assert names == {"_qkv", "_mlp", "_from_all", "_logsumexp", "store", "joined"}
     # All layers have a graph in common: one for the first number of rows, one for any other, and those of the trial.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4 * len(names)
 
@@ -236,8 +228,8 @@ def test_without_a_compiler_functions_are_called_as_they_are(monkeypatch, caplog
     def twice(x):
         return 2 * x
 
-    monkeypatch.setattr(kernels, "_PLAIN", set())
-    monkeypatch.setattr(kernels, "_made", lambda function, dynamic: broken)
+    monkeypatch.setattr(kernels, "_NOT_COMPILED", set())
+    monkeypatch.setattr(kernels, "_compiled", lambda function, dynamic: broken)
     one = kernels.compiled(twice)
     assert [one(2), one(3)] == [4, 6]
     assert [record.getMessage()[:31] for record in caplog.records] == ["torch cannot compile here, whic"]
@@ -247,6 +239,6 @@ def test_without_a_compiler_functions_are_called_as_they_are(monkeypatch, caplog
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(kernels, "_made", lambda function, dynamic: full)
+    monkeypatch.setattr(kernels, "_compiled", lambda function, dynamic: full)
     with pytest.raises(torch.OutOfMemoryError):
         kernels.compiled(len)("abc")

@@ -16,7 +16,7 @@ from grpo_lightning.policy.loading import load
 from grpo_lightning.rollout.collector import with_support
 from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.support import engine_filters, support_of_tokens
-from grpo_lightning.transformer import logprobs
+from grpo_lightning.transformer import lm_head
 from grpo_lightning.types import Prompts, Rollout, Sampling
 from tests.support import stand_in
 from tests.support.checkpoints import write_checkpoint
@@ -136,7 +136,7 @@ def test_a_large_set_is_that_of_the_1024_likeliest_and_the_drawn_one():
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_sets_are_those_of_the_own_sampler_on_every_path(policy, monkeypatch, filters):
-    monkeypatch.setattr(logprobs, "CHUNK", 5 * policy.model.config.vocab_size + 3)  # chunks of five tokens
+    monkeypatch.setattr(lm_head, "CHUNK", 5 * policy.model.config.vocab_size + 3)  # chunks of five tokens
     sampling = Sampling(**FREE | filters | {"temperature": 0.6})
     rows = generate(policy, PROMPTS, group_size=2, sampling=sampling, seed=2)
     policy.share_prompts = True

@@ -1,4 +1,4 @@
-"""What waits in the computer's memory: activations between forward and backward pass, and a reference's weights."""
+"""What waits in CPU RAM: activations between forward and backward pass, and a reference's weights."""
 
 import gc
 import weakref
@@ -20,10 +20,6 @@ from tests.support.sampling import generate
 PROMPTS = ["The meaning of life is", "12 + 34 ="]
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
-
-
-class BrokenOff(Exception):
-    """What ends a scoring early."""
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +134,12 @@ def test_an_offloaded_reference_goes_to_the_device_and_is_not_copied_back(checkp
                 weight.data = weight.data.clone()
 
     monkeypatch.setattr(reference, "to", move)
-    with suppress(BrokenOff), reference.on_device("elsewhere"):
+    with suppress(InterruptedError), reference.on_device("elsewhere"):
         assert torch.equal(reference.logprobs(rows, temperature=1.0), expected)
         for weight, place in before:
             assert weight.data_ptr() != place
             weight.data.fill_(torch.nan)  # would be seen if it came back
-        raise BrokenOff
+        raise InterruptedError
     assert [weight.data_ptr() for weight in reference.parameters()] == [place for _, place in before]
     assert calls == ["elsewhere", torch.device("cpu")]
     assert torch.equal(reference.logprobs(rows, temperature=1.0), expected)

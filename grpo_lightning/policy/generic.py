@@ -1,4 +1,4 @@
-"""Any module that gives logits for token ids, as a policy: on the plain path, without a cache."""
+"""Any module that gives logits for token ids, as a policy: without a KV cache or shared prompts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,43 +16,21 @@ from grpo_lightning.types import Rollout, Sampled
 
 
 class GenericPolicy(Policy):
-    """A causal model of one's own: ``forward(ids [B, N]) -> logits [B, N, V]``, or an object with these as ``logits``.
+    """A causal model with ``forward(ids [B, N])`` that returns logits [B, N, V], or an object with these as ``logits``.
 
-    Every token that is sampled takes a forward pass of all tokens before it. Rows are padded on the right with the
-    pad token, which a causal model does not look at from the tokens before.
+    Every sampled token takes a forward pass of all tokens before it. Rows are padded on the right with the pad token,
+    which a causal model does not look at from the tokens before.
 
     Args:
         model: Trained in place. It must give the same logits in training and in evaluation: no dropout.
         tokenizer: Of transformers, or any object with ``encode(text) -> ids`` and ``decode(ids) -> text`` and, if it
             has them, ``eos_token_id`` and ``pad_token_id``. None: texts are token ids, as numbers with spaces between.
-        context: Most tokens of prompt and completion together; null: any number.
-        system_prompt: As in ``HFPolicy``, like the other two, where the tokenizer is of transformers.
-        plain_text: As in ``HFPolicy``.
-        template_kwargs: As in ``HFPolicy``.
-        reply_role: As in ``HFPolicy``.
+        options: Those of `Policy`: context, system_prompt, plain_text, template_kwargs and reply_role.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any = None,
-        *,
-        context: int | None = None,
-        system_prompt: str | None = None,
-        plain_text: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        reply_role: str | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any = None, **options: Any) -> None:
         words = tokenizer if hasattr(tokenizer, "batch_decode") else TokenizerAdapter(tokenizer)
-        super().__init__(
-            words,
-            end_ids=[] if words.eos_token_id is None else [words.eos_token_id],
-            context=context,
-            system_prompt=system_prompt,
-            plain_text=plain_text,
-            template_kwargs=template_kwargs,
-            reply_role=reply_role,
-        )
+        super().__init__(words, end_ids=[] if words.eos_token_id is None else [words.eos_token_id], **options)
         self.model = model
 
     @property
@@ -102,8 +80,8 @@ class GenericPolicy(Policy):
     def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write the weights as ``model.pt``, for ``load_state_dict`` of such a module, and the tokenizer if it can."""
         directory.mkdir(parents=True, exist_ok=True)
-        own = self.state_dict() if weights is None else weights
-        torch.save({name.removeprefix("model."): value for name, value in own.items()}, directory / "model.pt")
+        weights = self.state_dict() if weights is None else weights
+        torch.save({name.removeprefix("model."): value for name, value in weights.items()}, directory / "model.pt")
         if hasattr(self.tokenizer, "save_pretrained"):
             self.tokenizer.save_pretrained(directory)
 
@@ -114,38 +92,41 @@ class GenericPolicy(Policy):
         except IndexError as error:
             raise ValueError(
                 f"policy: forward(ids) of {type(self.model).__name__} failed on ids up to {int(ids.max())} in rows of "
-                f"{ids.shape[1]}: {error}; allowed are ids that it has embeddings for: the tokenizer may be another's"
+                f"{ids.shape[1]} ({error}): the tokenizer may belong to another model"
             ) from error
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         if logits.shape[:2] != ids.shape:
             raise ValueError(
-                f"policy: forward(ids) of {type(self.model).__name__} gave {tuple(logits.shape)} for ids "
-                f"{tuple(ids.shape)}: allowed are logits [B, N, V] for ids [B, N]"
+                f"policy: forward(ids) of {type(self.model).__name__} must return logits [B, N, V] for ids [B, N]; it "
+                f"returned {tuple(logits.shape)} for {tuple(ids.shape)}"
             )
         return logits
 
 
 class TokenizerAdapter:
-    """What policies use of transformers' tokenizers, around any object with ``encode`` and ``decode``."""
+    """What policies use of transformers' tokenizers, around any object with ``encode`` and ``decode``.
+
+    Args:
+        tokenizer: The object; None: texts are token ids, as numbers with spaces between.
+    """
 
     chat_template = None
 
-    def __init__(self, own: Any) -> None:
-        if own is not None and not (hasattr(own, "encode") and hasattr(own, "decode")):
-            raise ValueError(f"policy: tokenizer={own!r:.80}: allowed is an object with encode and decode, or None")
-        self._own = own
-        self.eos_token_id: int | None = getattr(own, "eos_token_id", None)
-        self.pad_token_id: int | None = getattr(own, "pad_token_id", None)
+    def __init__(self, tokenizer: Any) -> None:
+        if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+            raise ValueError(f"policy: tokenizer={tokenizer!r:.80} needs methods encode and decode, or None")
+        self._tokenizer = tokenizer
+        self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
+        self.pad_token_id: int | None = getattr(tokenizer, "pad_token_id", None)
 
     def __call__(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
-        encode = _numbers if self._own is None else self._own.encode
-        encoded = [encode(text) for text in texts]
+        encoded = [_numbers(text) if self._tokenizer is None else self._tokenizer.encode(text) for text in texts]
         return {"input_ids": [[int(one) for one in getattr(ids, "ids", ids)] for ids in encoded]}
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
-        """The text of token ids [n] without the special ones."""
-        kept = [int(one) for one in ids if one not in (self.eos_token_id, self.pad_token_id)]
-        text: str = " ".join(map(str, kept)) if self._own is None else self._own.decode(kept)
+        """The text of token ids [n] without padding and end."""
+        ids = [int(one) for one in ids if one not in (self.eos_token_id, self.pad_token_id)]
+        text: str = " ".join(map(str, ids)) if self._tokenizer is None else self._tokenizer.decode(ids)
         return text
 
     def batch_decode(self, rows: Sequence[Sequence[int]], **_: Any) -> list[str]:
@@ -158,6 +139,6 @@ def _numbers(text: str) -> list[int]:
         return [int(word) for word in text.split()]
     except ValueError as error:
         raise ValueError(
-            f"data: prompt {text[:80]!r}: without a tokenizer allowed are token ids, as a list or as numbers with "
-            "spaces between"
+            f"data: without a tokenizer a prompt is token ids, as a list or as numbers with spaces between; this is "
+            f"{text[:80]!r}"
         ) from error

@@ -75,7 +75,7 @@ class HFPolicy(Policy):
         self.model = model
         self.share_prompts = share_prompts
         self.activation_offload = activation_offload
-        self._tried = self._use_flat_decoder = False
+        self._is_checked = self._uses_fused_decode = False
         use_grouped(model)
         model.train()  # Lightning warns about parts in evaluation mode; without dropout the modes are the same
         _switch_off_dropout(model)
@@ -100,11 +100,11 @@ class HFPolicy(Policy):
     def kv_cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int) -> KVCache:
         # What is read before the first token is drawn must lie inside a sliding window; what is drawn need not.
         if path := self._shared_path(max(map(len, prompts))):
-            return path.cache(
+            return path.kv_cache(
                 prompts,
                 group_size,
                 longest=longest,
-                flat=self._use_flat_decoder,
+                fused=self._uses_fused_decode,
                 windows={} if self._reaches(longest) else windows(self.model),
             )
         return DynamicKVCache(self.model, prompts, group_size, longest=longest, pad_id=self.pad_id)
@@ -188,11 +188,11 @@ class HFPolicy(Policy):
         return compute_dtype(self.model)
 
     def _shared_path(self, longest: int) -> SharedPath | None:
-        """The way on which a group's prompt is computed once, for rows of this length; None if it is not exact."""
-        if self.share_prompts and not self._tried:
-            self._tried = True
+        """The path that computes a group's prompt once, for rows of this length; None where it is not exact."""
+        if self.share_prompts and not self._is_checked:
+            self._is_checked = True
             try:
-                self._use_flat_decoder = check(self.model)
+                self._uses_fused_decode = check(self.model)
             except CannotShare as error:
                 log.warning("policy.share_prompts is off: %s has another forward pass (%s)", type(self.model), error)
                 self.share_prompts = False

@@ -1,7 +1,8 @@
 """The path through a model on which a group's prompt is computed once, and a check that it computes the same."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class CannotShare(Exception):
 
 @dataclass(frozen=True)
 class SharedPath:
-    """A decoder whose attention can be replaced, and its head."""
+    """A decoder whose attention can be replaced, and its LM head."""
 
     decoder: Any
     head: LMHead
@@ -36,18 +37,12 @@ class SharedPath:
         """The shared path of a transformers causal language model, with or without an adapter.
 
         Raises:
-            CannotShare: The model has no such parts.
+            CannotShare: Its last layer is not a plain linear one.
         """
         base = base_of(model)
-        head = LMHead.of(base)
-        if head is None:
+        if (head := LMHead.of(base)) is None:
             raise CannotShare("its last layer is not a plain linear one")
-        if getattr(base.config.get_text_config(), "attention_dropout", 0.0):
-            raise CannotShare("its attention has dropout")
-        decoder = base.get_decoder()
-        if decoder is base:
-            raise CannotShare("its decoder cannot be told from its head")
-        return cls(decoder, head)
+        return cls(base.get_decoder(), head)
 
     def logprobs_and_entropy(
         self, rows: Sampled | Rollout, *, temperature: float, entropy: bool, loss_gradient: LossGradient | None
@@ -58,28 +53,33 @@ class SharedPath:
         )
 
     @torch.no_grad()
-    def cache(
+    def kv_cache(
         self,
         prompts: Sequence[Sequence[int]],
         group_size: int,
         *,
         longest: int,
-        flat: bool,
+        fused: bool,
         windows: Mapping[int, int],
     ) -> SharedPromptCache:
-        """The model at the beginning of its completions, for `decode`.
+        """``Policy.kv_cache`` with every prompt held once.
 
         Args:
-            prompts: The token ids of each prompt.
-            group_size: Completions per prompt.
-            longest: Tokens that a prompt and its completion may have together.
-            flat: Whether single tokens go through a `FusedDecodeStep`, where there can be one.
+            prompts: [P] the token ids of each.
+            group_size: Completions per prompt, G.
+            longest: Most tokens of a prompt and its completion together.
+            fused: Whether single tokens go through a `FusedDecodeStep`, where the decoder allows one.
             windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
         """
         head, dtype = self.head, compute_dtype(self.decoder)
-        flat_copy = flat_decoder(self.decoder, dtype) if flat else None
         weight, bias = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
         packed = PackedLinear(weight, bias) if packs(weight.device, dtype) else None
+        step = None
+        if fused:
+            try:
+                step = FusedDecodeStep(self.decoder, dtype, weight_of)
+            except (TypeError, AttributeError) as error:
+                log.debug("no fused decode step: %s", error)
 
         def logits(hidden: Tensor) -> Tensor:
             if packed is None:
@@ -92,35 +92,26 @@ class SharedPath:
             prompts,
             group_size,
             longest=longest,
-            fused=flat_copy,
+            fused=step,
             windows=windows,
-            is_static=is_static(self.decoder),
+            is_static=_is_static(self.decoder),
         )
 
 
 def compute_dtype(model: Any) -> torch.dtype:
-    """The type of the numbers that a model's products take and give, as it stands now."""
+    """The dtype that a model's products take and give, as it stands now."""
     kind = model.device.type
     dtype: torch.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
     return dtype
 
 
-def is_static(decoder: Any) -> bool:
+def _is_static(decoder: Any) -> bool:
     """Whether a decoder makes the same operations whatever the tokens and their positions are."""
     config = decoder.config.get_text_config()
     # Experts are chosen by the tokens, and some rotary embeddings look how long the longest row is.
     has_experts = any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     rotary = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     return not has_experts and "dynamic" not in rotary and "longrope" not in rotary
-
-
-def flat_decoder(decoder: Any, dtype: torch.dtype) -> FusedDecodeStep | None:
-    """The decoder's copy for single tokens, which computes in ``dtype``; None where the decoder does not allow one."""
-    try:
-        return FusedDecodeStep(decoder, dtype, weight_of)
-    except (TypeError, AttributeError) as error:
-        log.debug("no flat decoder: %s", error)
-        return None
 
 
 def window(model: Any) -> int | None:
@@ -139,7 +130,7 @@ def windows(model: Any) -> dict[int, int]:
 
 @torch.no_grad()
 def check(model: Any) -> bool:
-    """Compare the shared path with the model's own, on a few tokens that are given and a few that are sampled.
+    """Compare the shared path with the model's own forward pass, on a few tokens that are given and a few sampled.
 
     Returns:
         Whether a `FusedDecodeStep` computes the same, too.
@@ -149,8 +140,7 @@ def check(model: Any) -> bool:
     """
     path = SharedPath.of(model)
     device, size = model.device, path.head.weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(size, (5, 8), generator=generator)
+    ids = torch.randint(size, (5, 8), generator=torch.Generator().manual_seed(0))
     ids[1:3, :4] = ids[0, :4]  # a group of three and one of two with a shorter prompt
     ids[4, :4] = ids[3, :4]
     attention = torch.ones(5, 8, dtype=torch.bool)
@@ -158,45 +148,51 @@ def check(model: Any) -> bool:
     attention[torch.tensor([0, 1, 1, 4, 4, 4]), torch.tensor([7, 6, 7, 5, 6, 7])] = False
     rows = _rows(ids.to(device), attention.to(device), attention[:, 4:].to(device))
     expected = logprobs.separate(model, rows, temperature=0.9, entropy=True)
+    with _cannot_share():
+        _compare(model, expected, path.logprobs_and_entropy(rows, temperature=0.9, entropy=True, loss_gradient=None))
+
+    def sample(*, fused: bool) -> None:
+        drawn = decode(
+            path.kv_cache([ids[0, :4].tolist(), ids[3, 2:4].tolist()], 2, longest=7, fused=fused, windows={}),
+            uniforms(0, [(0, 0), (0, 1), (1, 0), (1, 1)], 3).to(device),
+            sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3),
+            end_ids=[],
+            pad_id=0,
+        )
+        prompts = rows[torch.tensor([0, 0, 3, 3], device=device)]
+        tokens = torch.cat([prompts.ids[:, :4], drawn.ids], 1)
+        sampled = _rows(tokens, torch.cat([prompts.attention_mask[:, :4], drawn.mask], 1), drawn.mask)
+        scored = logprobs.separate(model, sampled, temperature=1.0, entropy=True)
+        _compare(model, scored, (drawn.logprobs, drawn.entropies))
+
     try:
-        shared = path.logprobs_and_entropy(rows, temperature=0.9, entropy=True, loss_gradient=None)
+        sample(fused=True)
+    except Exception as error:
+        log.info("no fused decode step for sampling: %s", error)
+        with _cannot_share():
+            sample(fused=False)
+        return False
+    return True
+
+
+@contextmanager
+def _cannot_share() -> Iterator[None]:
+    """Inside, every error is a `CannotShare`."""
+    try:
+        yield
     except Exception as error:
         raise CannotShare(f"{type(error).__name__}: {error}") from error
-    _compare(model, expected, shared)
-    prompts = [ids[0, :4].tolist(), ids[3, 2:4].tolist()]
-    for flat in (True, False):
-        try:
-            drawn = decode(
-                path.cache(prompts, 2, longest=7, flat=flat, windows={}),
-                uniforms(0, [(0, 0), (0, 1), (1, 0), (1, 1)], 3).to(device),
-                sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3),
-                end_ids=[],
-                pad_id=0,
-            )
-            chosen = torch.tensor([0, 0, 3, 3], device=device)
-            tokens = torch.cat([rows.ids[chosen, :4], drawn.ids], 1)
-            sampled = _rows(tokens, torch.cat([rows.attention_mask[chosen, :4], drawn.mask], 1), drawn.mask)
-            own = logprobs.separate(model, sampled, temperature=1.0, entropy=True)
-            _compare(model, own, (drawn.logprobs, drawn.entropies))
-        except Exception as error:
-            if not flat:
-                raise CannotShare(f"{type(error).__name__}: {error}") from error
-            log.info("no flat decoder for sampling: %s", error)
-        else:
-            return flat
-    return False
 
 
 def _compare(model: Any, expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> None:
-    """Raise `CannotShare` where log-probabilities or entropies differ by more than rounding."""
-    weights = next(model.parameters())
-    half = weights.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(weights.device.type)
+    """Raise ``ValueError`` where log-probabilities or entropies differ by more than rounding."""
+    half = compute_dtype(model).itemsize == 2
     for one, other in zip(expected, actual, strict=True):
         if one is None or other is None:
-            raise CannotShare("an entropy is missing")
+            raise ValueError("an entropy is missing")
         gap = (one - other).abs()
         if not (gap.mean() < 0.05 if half else gap.max() < 1e-3):
-            raise CannotShare(f"log-probabilities or entropies differ by up to {float(gap.max()):.2g} nats")
+            raise ValueError(f"log-probabilities or entropies differ by up to {float(gap.max()):.2g} nats")
 
 
 def _rows(ids: Tensor, attention_mask: Tensor, mask: Tensor) -> Sampled:

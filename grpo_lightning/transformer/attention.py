@@ -96,7 +96,7 @@ def _unused_mask(device: torch.device) -> Tensor:
 
 
 def forward(decoder: Any, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-    """Hidden states [B, N, H] of a transformers decoder whose attention is ``attention``.
+    """Hidden states [B, N, H] of a transformers decoder with another attention.
 
     Args:
         decoder: The model without its head.

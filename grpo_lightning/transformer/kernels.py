@@ -1,4 +1,10 @@
-"""Functions that become few kernels on a GPU, where operations one by one would read and write all numbers again."""
+"""Kernels: compiled functions, float32 sums of 16-bit products, and sums over a softmax.
+
+Tensor cores multiply 16-bit numbers and add up in float32; by default the sums are then rounded to 16 bits. Operations
+one by one would read and write all numbers again; compiled they are few kernels.
+
+Shapes: n tokens, H the size of a hidden state, V of the vocabulary.
+"""
 
 import logging
 import threading
@@ -17,7 +23,8 @@ log = logging.getLogger(__name__)
 
 COMPILE_MIN_SIZE = 1 << 22
 """Numbers from which on compiling pays: it takes seconds, in which small tensors are done without it."""
-_MOST_GRAPHS = 64
+MIN_LOGPROB = -1e4
+"""A log-probability below which exp gives 0; a finite stand-in for -inf."""
 
 
 def worth_compiling(tensor: Tensor) -> bool:
@@ -31,13 +38,13 @@ def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, or_pl
     Args:
         function: It looks at no value of a tensor. The same function is compiled once, whoever asks for it.
         dynamic: Whether sizes may vary from the start; None: those that turn out to.
-        or_plain: Whether it is called as it is where torch cannot compile it, such as without a C compiler; with a
-            warning, once.
+        or_plain: Whether to call it uncompiled, with a warning, where torch cannot compile, such as without a C
+            compiler.
     """
-    made = _made(function, dynamic)
+    made = _compiled(function, dynamic)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if function in _PLAIN:
+        if function in _NOT_COMPILED:
             return function(*args, **kwargs)
         from torch._dynamo.exc import TorchDynamoException  # which nobody else needs
 
@@ -47,24 +54,24 @@ def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, or_pl
             except (TorchDynamoException, RuntimeError) as error:
                 if not or_plain or not (isinstance(error, TorchDynamoException) or "C compiler" in str(error)):
                     raise
-                if not _PLAIN:
-                    log.warning(
-                        "torch cannot compile here, which makes sampling slower: %s", single_line(str(error)[:300])
-                    )
-                _PLAIN.add(function)
+                if not _NOT_COMPILED:
+                    reason = single_line(str(error)[:300])
+                    log.warning("torch cannot compile here, which makes sampling slower: %s", reason)
+                _NOT_COMPILED.add(function)
         return function(*args, **kwargs)
 
     return call
 
 
-_PLAIN: set[Callable[..., Any]] = set()
-"""What cannot be compiled here."""
+_NOT_COMPILED: set[Callable[..., Any]] = set()
+"""Functions that torch cannot compile on this machine."""
+_local = threading.local()
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
     """Inside, torch compiles as these functions want it; around many calls it saves each of them a tenth of a ms."""
-    if _inside.now:
+    if getattr(_local, "is_compiling", False):
         yield
         return
     # Under DDP torch cuts a graph where its gradients are exchanged, which these do not need, and older versions
@@ -74,30 +81,17 @@ def compiling() -> Iterator[None]:
 
     settings: Any = torch._dynamo.config
     shapes: Any = torch.fx.experimental._config
-    with settings.patch(optimize_ddp=False, recompile_limit=_MOST_GRAPHS), shapes.patch(use_duck_shape=False):
-        _inside.now = True
+    with settings.patch(optimize_ddp=False, recompile_limit=64), shapes.patch(use_duck_shape=False):
+        _local.is_compiling = True
         try:
             yield
         finally:
-            _inside.now = False
-
-
-class _Inside(threading.local):
-    """Whether this thread is inside of `compiling`."""
-
-    now = False
+            _local.is_compiling = False
 
 
 @cache
-def _made(function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
     return torch.compile(function, dynamic=dynamic, options={"emulate_precision_casts": True})
-
-
-_inside = _Inside()
-
-
-MIN_LOGPROB = -1e4
-"""A log-probability below which exp gives 0; a finite stand-in for -inf."""
 
 
 def dot(one: Tensor, other: Tensor) -> Tensor:
@@ -106,8 +100,7 @@ def dot(one: Tensor, other: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(kind):
         sums: Tensor = torch.linalg.vecdot(one, other)
         return sums
-    # Autocast would round both, and the sums, to 16 bits.
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(kind, enabled=False):  # which would round both, and the sums, to 16 bits
         return dot(one, other)
 
 
@@ -146,17 +139,28 @@ def _softmax_gradient(logits: Tensor, log_total: Tensor, chosen: Tensor, dtype: 
 
 @cache
 def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product of matrices of ``dtype`` can be had in float32 on a device; tried once for each.
+    """Whether a device gives products of 16-bit matrices in float32; tried once for each device and dtype.
 
     Never on a CPU: PyTorch 2.13 has no such product there.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
-        return _adds_up(device, dtype)
+        return _has_float32_sums(device, dtype)
     except (RuntimeError, TypeError) as error:
         log.info("products of %s matrices are rounded to it on %s: %s", dtype, device, error)
         return False
+
+
+def _has_float32_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether 1 + 2^-12, which 16 bits do not hold, is kept as a sum of products, and added to itself."""
+    one = torch.zeros(16, 16, device=device, dtype=dtype)
+    one[:, 0], one[:, 1] = 1.0, 2.0**-5
+    other = torch.zeros_like(one)
+    other[0], other[1] = 1.0, 2.0**-7
+    sums = torch.mm(one, other, out_dtype=torch.float32)
+    torch.addmm(sums, one, other, out_dtype=torch.float32, out=sums)
+    return bool((sums == 2.0 + 2.0**-11).all())
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -168,7 +172,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias: [V] or None
 
     Returns:
-        [n, V], rounded to the type of the factors only where the device has no other product.
+        [n, V], rounded to the dtype of the factors only where the device has no other product.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -176,7 +180,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         with torch.autocast(kind, enabled=False):
             return linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if keeps_sums(hidden.device, weight.dtype):
-        sums = _sums(hidden, weight.T)
+        sums: Tensor = torch.mm(hidden, weight.T, out_dtype=torch.float32)
         return sums if bias is None else sums.add_(bias)
     return torch.nn.functional.linear(hidden, weight, bias).float()
 
@@ -187,27 +191,7 @@ def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
         total.addmm_(one, other)
     elif keeps_sums(one.device, one.dtype):
         with torch.autocast(one.device.type, enabled=False):
-            _add_sums(total, one, other)
+            torch.addmm(total, one, other, out_dtype=torch.float32, out=total)
     else:
         # addmm_ wants one dtype for all: the product is made in 16 bits, its sum over chunks in float32.
         total += one @ other
-
-
-def _adds_up(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether 1 + 2^-12, which 16 bits do not hold, is kept as a sum of products, and added to itself."""
-    one = torch.zeros(16, 16, device=device, dtype=dtype)
-    one[:, 0], one[:, 1] = 1.0, 2.0**-5
-    other = torch.zeros_like(one)
-    other[0], other[1] = 1.0, 2.0**-7
-    sums = _sums(one, other)
-    _add_sums(sums, one, other)
-    return bool((sums == 2.0 + 2.0**-11).all())
-
-
-def _sums(one: Tensor, other: Tensor) -> Tensor:
-    made: Tensor = torch.mm(one, other, out_dtype=torch.float32)
-    return made
-
-
-def _add_sums(total: Tensor, one: Tensor, other: Tensor) -> None:
-    torch.addmm(total, one, other, out_dtype=torch.float32, out=total)

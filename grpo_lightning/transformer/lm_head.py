@@ -38,6 +38,11 @@ GPU_CHUNK = 1 << 28
 with the 110 tokens that `CHUNK` allows at V = 152k."""
 
 
+def tokens_per_chunk(vocabulary: int, device: torch.device, chunk: int | None = None) -> int:
+    """How many tokens have ``chunk`` logits together; by default as many as may exist at a time on a device."""
+    return max(1, (chunk or (GPU_CHUNK if device.type == "cuda" else CHUNK)) // vocabulary)
+
+
 def token_logprobs(
     logits: Tensor,
     ids: Tensor,
@@ -125,9 +130,7 @@ class LMHead:
         Returns:
             Log-probabilities [N] and entropies [N], float32, in nats; None in place of entropies that are not wanted.
         """
-        if chunk is None:
-            chunk = GPU_CHUNK if hidden.device.type == "cuda" else CHUNK
-        size = max(1, chunk // len(self.weight))
+        size = tokens_per_chunk(len(self.weight), hidden.device, chunk)
         if not torch.is_grad_enabled():
             loss_gradient = None
         tensors = (hidden, self.weight, self.bias)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_lightning.transformer import packing
 from grpo_lightning.transformer.attention import Stream, forward
-from grpo_lightning.transformer.lm_head import CHUNK, GPU_CHUNK, LMHead, LossGradient, token_logprobs
+from grpo_lightning.transformer.lm_head import LMHead, LossGradient, token_logprobs, tokens_per_chunk
 from grpo_lightning.types import Rollout, Sampled
 
 Chunk = tuple[Tensor, Tensor]
@@ -144,29 +144,22 @@ def predicting(decoder: Any, rows: Sampled | Rollout) -> tuple[Tensor, Tensor]:
     predictors, asked = torch.cat(stream.predictors), mask.flatten()[numbers]
     if not asked.all():  # replies are read, not predicted
         numbers, predictors = numbers[asked], predictors[asked]
-    return selected(hidden, predictors), numbers.to(device)  # [N, H] -> [C, H]
+    return deterministic_index_select(hidden, predictors), numbers.to(device)  # [N, H] -> [C, H]
 
 
-def selected(hidden: Tensor, places: Tensor) -> Tensor:
-    """The rows of ``hidden`` at ``places``, as ``hidden.index_select(0, places)``.
+def deterministic_index_select(hidden: Tensor, places: Tensor) -> Tensor:
+    """The rows [C, H] of ``hidden`` [N, H] at ``places`` [C] (on the CPU), as ``hidden.index_select(0, places)``.
 
     On a GPU that one's backward pass adds up what belongs to the same row in the order in which threads get there, and
     so rounds differently each time. Here the second of equal places is added after the first, and so on.
-
-    Args:
-        hidden: [N, H]
-        places: [C], on the CPU.
-
-    Returns:
-        [C, H]
     """
-    if not adds_in_any_order(hidden.device):
+    if hidden.device.type == "cpu":
         return hidden.index_select(0, places)
-    rows: Tensor = _Selected.apply(hidden, places)
+    rows: Tensor = _IndexSelect.apply(hidden, places)
     return rows
 
 
-class _Selected(torch.autograd.Function):
+class _IndexSelect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, places: Tensor) -> Tensor:
         ctx.size, ctx.places = len(hidden), places
@@ -176,18 +169,13 @@ class _Selected(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, rows: Tensor) -> tuple[Tensor, None]:
         gradient = rows.new_zeros(ctx.size, rows.shape[1])
-        for numbers in turns(ctx.places):
+        for numbers in occurrences(ctx.places):
             places = ctx.places[numbers].to(rows.device)
             gradient.index_add_(0, places, rows.index_select(0, numbers.to(rows.device)))
         return gradient, None
 
 
-def adds_in_any_order(device: torch.device) -> bool:
-    """Whether ``index_add_`` on a device adds up what belongs to the same row in an order that differs each time."""
-    return device.type != "cpu"
-
-
-def turns(places: Tensor) -> list[Tensor]:
+def occurrences(places: Tensor) -> list[Tensor]:
     """The numbers of the places that come for the first time, of those that come for the second, and so on."""
     if not len(places):
         return []
@@ -200,33 +188,18 @@ def turns(places: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def shared_logits(decoder: Any, head: LMHead, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-    """The logits of every token in the mask, with every prompt computed once.
-
-    Args:
-        decoder: Gives hidden states.
-        head: Makes logits of them.
-        rows: Prompt and completion as token ids.
-        temperature: Divides the logits, > 0.
-    """
+    """The logits that every token in the mask is drawn from, a chunk at a time, with every prompt computed once."""
     hidden, numbers = predicting(decoder, rows)
-    weight, bias = head.weight, head.bias
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    size = _tokens(len(weight), hidden.device)
+    size = tokens_per_chunk(len(head.weight), hidden.device)
     for start in range(0, len(numbers), size):
         part = slice(start, start + size)
-        yield numbers[part], head.logits(hidden[part], weight, bias, temperature)
+        yield numbers[part], head.logits(hidden[part], head.weight, head.bias, temperature)
 
 
-@torch.no_grad()
 def separate_logits(model: Any, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-    """The same by the model's own forward pass, which makes the logits of all rows at once.
-
-    Arguments are those of `shared_logits`.
-    """
-    logits = model_logits(model, rows)  # [B, used, V]
-    return logits_in_chunks(logits, rows, temperature=temperature)
+    """The same by the model's own forward pass, which makes the logits of all rows at once."""
+    with torch.no_grad():
+        return logits_in_chunks(model_logits(model, rows), rows, temperature=temperature)
 
 
 @torch.no_grad()
@@ -239,11 +212,6 @@ def logits_in_chunks(logits: Tensor, rows: Sampled | Rollout, *, temperature: fl
         temperature: Divides the logits, > 0.
     """
     length = rows.mask.shape[1]
-    found = rows.mask.flatten().nonzero().flatten()  # [B, T] -> [B * T] -> [C]
-    for numbers in found.split(_tokens(logits.shape[-1], logits.device)):
+    tokens = rows.mask.flatten().nonzero().flatten()  # [B, T] -> [B * T] -> [C]
+    for numbers in tokens.split(tokens_per_chunk(logits.shape[-1], logits.device)):
         yield numbers, logits[numbers // length, numbers % length].float() / temperature
-
-
-def _tokens(vocabulary: int, device: torch.device) -> int:
-    """How many tokens a chunk has."""
-    return max(1, (GPU_CHUNK if device.type == "cuda" else CHUNK) // vocabulary)

@@ -1,12 +1,20 @@
-"""The chunked head against all logits at once."""
+"""The chunked LM head against all logits at once, and the kernels below it."""
 
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GraniteConfig
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from transformers import GraniteForCausalLM, LlamaConfig, LlamaForCausalLM  # isort: skip
-
+from grpo_lightning.transformer import kernels, logprobs
 from grpo_lightning.transformer.lm_head import LMHead, token_logprobs
 from grpo_lightning.types import SamplingSupport
 
@@ -47,24 +55,22 @@ CASES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 10_000])  # one token, three tokens, all
 @CASES
-def test_values_and_gradients_are_those_of_all_logits(bias, scale, softcap, temperature, chunk):
+def test_values_and_gradients_are_those_of_all_logits(bias, scale, softcap, temperature):
     head, hidden, ids = made(bias=bias, scale=scale, softcap=softcap)
     expected = plain(head, hidden, ids, temperature)
-    found = head(hidden, ids, temperature=temperature, entropy=True, chunk=chunk)
     slopes = torch.randn(SIZE), torch.randn(SIZE)
-    for one, other in zip(found, expected):
-        assert_close(one, other, rtol=1e-5, atol=1e-6)
-    for one, other in zip(
-        torch.autograd.grad(found, leaves(head, hidden), slopes),
-        torch.autograd.grad(expected, leaves(head, hidden), slopes),
-    ):
-        assert_close(one, other, rtol=1e-4, atol=2e-6)
+    gradients = torch.autograd.grad(expected, leaves(head, hidden), slopes)
+    for chunk in (1, 3 * VOCABULARY, 10_000):  # one token, three tokens, all
+        found = head(hidden, ids, temperature=temperature, entropy=True, chunk=chunk)
+        for one, other in zip(found, expected):
+            assert_close(one, other, rtol=1e-5, atol=1e-6)
+        for one, other in zip(torch.autograd.grad(found, leaves(head, hidden), slopes), gradients):
+            assert_close(one, other, rtol=1e-4, atol=2e-6)
 
 
 @CASES
-@pytest.mark.parametrize("right", [True, False], ids=["known beforehand", "another after all"])
+@pytest.mark.parametrize("right", [True, False], ids=["known beforehand", "another arrives"])
 def test_a_gradient_named_beforehand_changes_no_result(bias, scale, softcap, temperature, right):
     head, hidden, ids = made(bias=bias, scale=scale, softcap=softcap)
     slopes, asked = torch.randn(SIZE), []
@@ -226,3 +232,89 @@ def test_a_head_that_is_more_than_a_layer_is_not_taken_for_one():
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 50))
     assert LMHead.of(model) is None
+
+
+HALF, CPU = torch.bfloat16, torch.device("cpu")
+
+
+@pytest.fixture
+def like_gpu(monkeypatch):
+    """PyTorch's products of 16-bit matrices in float32, which it has on GPUs only; the names of those called."""
+    called = []
+
+    def mm(one, other, out_dtype):
+        called.append("mm")
+        assert one.dtype == other.dtype == HALF
+        assert out_dtype == torch.float32
+        return one.float() @ other.float()
+
+    def addmm(total, one, other, out_dtype, *, beta=1, alpha=1, out):
+        called.append("addmm")
+        assert total.dtype == out.dtype == torch.float32
+        assert beta == alpha == 1
+        return out.copy_(total + one.float() @ other.float())
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype", mm, "CPU")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    monkeypatch.setattr(kernels, "keeps_sums", lambda device, dtype: dtype == HALF)
+    yield called
+    library._destroy()
+
+
+def test_on_a_gpu_logits_are_not_rounded_and_gradients_add_up_in_float32(like_gpu):
+    torch.manual_seed(0)
+    values = [torch.randn(9, 32), torch.randn(50, 32) * 0.3, torch.randn(50)]  # hidden states, weight, bias
+    ids, slopes = torch.randint(50, (9,)), torch.randn(9)
+    exact = [each.to(HALF).double().requires_grad_() for each in values]  # what autocast rounds them to
+    expected = (torch.nn.functional.linear(*exact) / 0.8).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    gradients = torch.autograd.grad(expected, exact, slopes.double())
+    for chunk in (2 * 50, 10_000):  # two tokens, all
+        inputs = [each.clone().requires_grad_() for each in values]
+        with torch.autocast("cpu", dtype=HALF):
+            found, _ = LMHead(*inputs[1:])(inputs[0], ids, temperature=0.8, entropy=False, chunk=chunk)
+            logits = kernels.linear(*values)
+            found_gradients = torch.autograd.grad(found, inputs, slopes)
+        # On a CPU, where logits are rounded to 8 bits, log-probabilities are off by up to 0.01.
+        assert_close(found.double(), expected, rtol=0, atol=2e-6)
+        assert_close(logits.double(), torch.nn.functional.linear(*exact), rtol=0, atol=2e-6)
+        for one, other in zip(found_gradients, gradients):
+            assert one.dtype == torch.float32
+            assert_close(one.double(), other, rtol=0.01, atol=0.01 * float(other.abs().max()))
+    assert set(like_gpu) == {"mm", "addmm"}
+    assert kernels._has_float32_sums(CPU, HALF)
+    like_gpu.clear()
+    LMHead(*values[1:])(values[0], ids, temperature=0.8, entropy=False)
+    assert not like_gpu  # nothing of the kind in float32
+
+
+def test_sums_over_chunks_do_not_round_each():
+    # 1 + 2^-10 needs 11 bits, of which bfloat16 has 8
+    total = torch.ones(1, 1)
+    kernels.add_product(total, torch.tensor([[2.0**-5]], dtype=HALF), torch.tensor([[2.0**-5]], dtype=HALF))
+    assert total.item() == 1 + 2.0**-10
+    kernels.add_product(total, torch.tensor([[3.0]]), torch.tensor([[1 / 4]]))
+    assert total.item() == 1.75 + 2.0**-10
+    assert not kernels.keeps_sums(CPU, HALF)
+    assert not kernels.keeps_sums(torch.device("cuda"), torch.float32)
+
+
+def test_rows_that_are_selected_several_times_add_up_in_order(monkeypatch):
+    # place 5 comes at 0, 2 and 5, place 7 at 3 and 4
+    places = torch.tensor([5, 6, 5, 7, 7, 5])
+    assert [numbers.tolist() for numbers in logprobs.occurrences(places)] == [[0, 1, 3], [2, 4], [5]]
+    assert logprobs.occurrences(places[:0]) == []
+    asked, plain_add = [], torch.Tensor.index_add_
+    monkeypatch.setattr(
+        torch.Tensor,
+        "index_add_",
+        lambda total, dim, index, rows: asked.append(index) or plain_add(total, dim, index, rows),
+    )
+    for count in (0, 1, 40):
+        places, slopes = torch.randint(9, (count,)), torch.randn(count, 5)
+        hidden = torch.randn(9, 5, requires_grad=True)
+        found, expected = logprobs._IndexSelect.apply(hidden, places), hidden.index_select(0, places)
+        assert torch.equal(found, expected)
+        assert torch.equal(*(torch.autograd.grad(rows, hidden, slopes)[0] for rows in (found, expected)))
+        assert torch.equal(logprobs.deterministic_index_select(hidden, places), expected)
+    assert all(index.unique().numel() == index.numel() for index in asked)  # no row is added to twice at once
