@@ -265,7 +265,7 @@ def test_settings_that_cannot_work_are_named():
         with pytest.raises(ValueError, match=rf"^{setting}: expected {expected}") as error:
             ChatJudge(**OWN | {setting: value})
         assert "secret1" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"reward.judge.function.scale=.*two numbers"):
+    with pytest.raises(ConfigError, match=r"reward.judge.function.scale: expected .*two numbers"):
         check_config(composed(*OVERRIDES, "reward.judge.function.scale=7"))
 
 

@@ -180,7 +180,7 @@ def test_settings_and_files_that_cannot_work_are_named(chat, tmp_path):
     ):
         score({"model": RewardSpec(reward_model(tmp_path), 1.0)}, ["a"], ["b"], {})
     path = write_checkpoint(tmp_path, "llama", chat=True)  # a language model has no head
-    with pytest.raises(ValueError, match="1 of the model's weights are missing there, such as score.weight"):
+    with pytest.raises(ValueError, match="1 of the model's weights are missing there.*score.weight"):
         reward_model(path)(["a"], ["b"])
     model = reward_model(chat, device="cpu:0")  # weights of its own
     with torch.no_grad():
