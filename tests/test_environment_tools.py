@@ -423,8 +423,8 @@ def test_hostile_cells_end_as_replies_and_the_notebook_goes_on():
 
 def test_without_a_sandbox_nothing_runs(monkeypatch):
     client.close()
-    change = "from grpo_lightning.sandbox import landlock; landlock._CREATE = 5000; "
-    monkeypatch.setattr(client, "_BEGIN", client._BEGIN.replace("main(int", f"{change}main(int"))
+    change = "from grpo_lightning.sandbox import isolation; isolation._CREATE_RULESET = 5000; "
+    monkeypatch.setattr(client, "_START", client._START.replace("main(int", f"{change}main(int"))
     config = resolve_config(settings("environment=python"))
     with pytest.raises(Unavailable, match="Landlock"):
         Python(**LIMITS)(turns=[fenced("'never run here'")])

@@ -1,4 +1,4 @@
-"""Asking the server for a run of a program, and reading what it has printed."""
+"""Runs Python programs that nobody trusts, such as those that a model wrote, in the sandbox."""
 
 import atexit
 import fcntl
@@ -30,9 +30,21 @@ RULES = {
 }
 """What each limit may be."""
 
+_PACKAGE = str(Path(__file__).parents[2])
+_START = "import sys; sys.path.append(sys.argv[2]); from grpo_lightning.sandbox.server import main; "
+_START += "sys.path.pop(); main(int(sys.argv[1]), sys.argv[3])"
+"""The programs see Python's own library, and nothing of what is installed beside this package."""
+_START_SECONDS = 60.0
+_SPARE_SECONDS = 30.0  # how late the server may end a program before it is ended itself
+_MESSAGE = 65_536  # bytes
+_NUM_STARTS = 2  # of a server that dies, for one program
+
+_lock = threading.RLock()
+_server: "_Server | None" = None
+
 
 class Unavailable(RuntimeError):
-    """The sandbox cannot be had on this machine, or did not hold when it was tried; nothing was run."""
+    """This machine has no sandbox, or one that does not hold; nothing was run."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +56,9 @@ class Limits:
     """
 
     seconds: float
-    """By the clock on the wall, from start to end: what a program may sleep. More than ``cpu_seconds``, since other
-    processes take their share of a busy machine."""
+    """Wall-clock time. More than ``cpu_seconds``, since other processes take their share of a busy machine."""
     cpu_seconds: int
-    """Of computing, all threads together; the kernel counts them, so that a busy machine changes little."""
+    """CPU time of all threads together."""
     memory_mb: int
     """Address space in units of 2**20 bytes; Python itself takes about 40. A program gets a ``MemoryError`` there."""
     output_bytes: int = 2**20
@@ -84,43 +95,25 @@ class Outcome:
         return self.ended == "exit" and self.code == 0
 
 
-_PACKAGE = str(Path(__file__).parents[2])
-_BEGIN = "import sys; sys.path.append(sys.argv[2]); from grpo_lightning.sandbox.server import main; "
-_BEGIN += "sys.path.pop(); main(int(sys.argv[1]), sys.argv[3])"
-"""The programs see Python's own library, and nothing of what is installed beside this package."""
-_START_SECONDS = 60.0
-_SPARE_SECONDS = 30.0  # how late the server may end a program before it is ended itself
-_MESSAGE = 65_536  # bytes
-_STARTS = 2  # of a server that dies, for one program
-
-_lock = threading.RLock()
-_server: "_Server | None" = None
-
-
 def run(text: str, stdin: str, limits: Limits) -> Outcome:
-    """Run a Python program that nobody trusts; the same program on the same input prints the same.
+    """Run a Python program that nobody trusts; no program makes this raise.
 
-    Unless it asks for the time or for chance: `random` and hashes begin at the same place every time. One program runs
-    at a time in a process; those of several processes run beside each other.
-
-    Args:
-        text: The program.
-        stdin: What it can read.
-        limits: What it may take.
-
-    Returns:
-        What it printed and how it ended; no program makes this raise.
+    The same program on the same input prints the same, unless it asks for the time or for `os.urandom`. One program
+    runs at a time in a process; those of several processes run beside each other.
 
     Raises:
         Unavailable: The machine has no sandbox, or one that does not hold. Nothing was run.
     """
+    global _server
     with _lock:
-        for start in range(_STARTS):
+        for start in range(_NUM_STARTS):
             try:
-                return _started().run(_encoded(text), _encoded(stdin), limits)
+                if _server is None:
+                    _server = _Server()
+                return _server.run(_encoded(text), _encoded(stdin), limits)
             except (ConnectionError, EOFError, TimeoutError) as error:
                 close()
-                if start == _STARTS - 1:
+                if start == _NUM_STARTS - 1:
                     raise Unavailable(f"the sandbox's server died twice: {type(error).__name__}: {error}") from error
             except BaseException:  # such as Ctrl-C: the server is still busy
                 close()
@@ -134,17 +127,7 @@ def check() -> None:
     Raises:
         Unavailable: The sandbox cannot be had, or something was possible.
     """
-    run("", "", _FOR_ATTEMPTS)
-
-
-def _check(server: "_Server") -> None:
-    """Have a program attempt what it must not be able to do, before any other is run."""
-    with tempfile.NamedTemporaryFile() as outside:
-        text = _ATTEMPTS.replace("OUTSIDE", repr(outside.name))
-        outcome = server.run(_encoded(text), b"", _FOR_ATTEMPTS)
-    if outcome.stdout != "none\n" or not outcome.is_well:
-        found = (outcome.stdout or outcome.stderr)[-300:].strip() or f"{outcome.ended}, status {outcome.code}"
-        raise Unavailable(f"the sandbox does not hold on this machine; a program in it could, or ended with: {found}")
+    run("", "", _ATTEMPT_LIMITS)
 
 
 def close() -> None:
@@ -156,12 +139,12 @@ def close() -> None:
         _server = None
 
 
-_FOR_ATTEMPTS = Limits(seconds=30.0, cpu_seconds=5, memory_mb=256)
+_ATTEMPT_LIMITS = Limits(seconds=30.0, cpu_seconds=5, memory_mb=256)
 _ATTEMPTS = """
 import os, socket
-def attempt(name, function, *given):
+def attempt(name, function, *arguments):
     try:
-        function(*given)
+        function(*arguments)
     except OSError:
         return []
     return [name]
@@ -179,7 +162,7 @@ print(*(
 
 
 class _Server:
-    """The process of `grpo_lightning.sandbox.server`."""
+    """The process of `grpo_lightning.sandbox.server`, once a program in it has failed to get out."""
 
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
@@ -190,7 +173,7 @@ class _Server:
         libraries = {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]} if "LD_LIBRARY_PATH" in os.environ else {}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *options, "-c", _BEGIN, *arguments],
+                [sys.executable, *options, "-c", _START, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -200,14 +183,29 @@ class _Server:
                 start_new_session=True,  # a terminal's Ctrl-C is for the trainer
             )
         try:
+            self._check()
+        except BaseException:
+            self.end()
+            raise
+
+    def _check(self) -> None:
+        """Have a program attempt what it must not be able to do, before any other is run."""
+        try:
             missing = self._reply(time.monotonic() + _START_SECONDS)["missing"]
         except (ConnectionError, EOFError, TimeoutError) as error:
             self.end()
             code = self._process.returncode
             raise Unavailable(f"the sandbox cannot start: {sys.executable} ended with status {code}") from error
         if missing is not None:
-            self.end()
             raise Unavailable(f"the sandbox cannot start: it needs {missing}")
+        with tempfile.NamedTemporaryFile() as outside:
+            text = _ATTEMPTS.replace("OUTSIDE", repr(outside.name))
+            outcome = self.run(_encoded(text), b"", _ATTEMPT_LIMITS)
+        if outcome.stdout != "none\n" or not outcome.is_well:
+            found = (outcome.stdout or outcome.stderr)[-300:].strip() or f"{outcome.ended}, status {outcome.code}"
+            raise Unavailable(
+                f"the sandbox does not hold on this machine; a program in it could, or ended with: {found}"
+            )
 
     def run(self, text: bytes, stdin: bytes, limits: Limits) -> Outcome:
         """Run one program.
@@ -217,14 +215,13 @@ class _Server:
             ConnectionError: The server died; so do EOFError and TimeoutError say.
         """
         with ExitStack() as stack:
-            files = [stack.enter_context(_file(content)) for content in (text, stdin, None, None)]
-            message = json.dumps(vars(limits)).encode()
-            socket.send_fds(self._channel, [message], [file.fileno() for file in files])
+            files = [stack.enter_context(_memory_file(content)) for content in (text, stdin, None, None)]
+            socket.send_fds(self._channel, [json.dumps(vars(limits)).encode()], [file.fileno() for file in files])
             reply = self._reply(time.monotonic() + limits.seconds + _SPARE_SECONDS)
-            printed = [os.pread(file.fileno(), limits.output_bytes, 0) for file in files[2:]]
+            output = [os.pread(file.fileno(), limits.output_bytes, 0) for file in files[2:]]
         if reply["failed"] is not None:
             raise Unavailable(f"the sandbox cannot start: {reply['failed']}")
-        stdout, stderr = (part.decode(errors="replace") for part in printed)
+        stdout, stderr = (part.decode(errors="replace") for part in output)
         return Outcome(stdout, stderr, reply["ended"], reply["code"])
 
     def end(self) -> None:
@@ -241,10 +238,10 @@ class _Server:
         self._channel.close()
         self._process.returncode = 0  # nothing to wait for here
 
-    def _reply(self, late: float) -> Mapping[str, Any]:
-        waiting = select.poll()
-        waiting.register(self._channel, select.POLLIN)
-        if not waiting.poll(1000 * max(0.0, late - time.monotonic())):
+    def _reply(self, deadline: float) -> Mapping[str, Any]:
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
             raise TimeoutError("it does not answer")
         message = self._channel.recv(_MESSAGE)
         if not message:
@@ -253,25 +250,12 @@ class _Server:
         return reply
 
 
-def _started() -> _Server:
-    global _server
-    if _server is None:
-        server = _Server()
-        try:
-            _check(server)
-        except BaseException:
-            server.end()
-            raise
-        _server = server
-    return _server
-
-
 def _encoded(text: str) -> bytes:
     """``text`` in UTF-8; half a surrogate pair, which a model can write, becomes bytes that are none."""
     return text.encode("utf-8", "surrogatepass")
 
 
-def _file(content: bytes | None = None) -> BinaryIO:
+def _memory_file(content: bytes | None = None) -> BinaryIO:
     """A file in memory, at its beginning; one that is given a content cannot be changed any more."""
     file = os.fdopen(os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
     if content is not None:

@@ -2,59 +2,64 @@
 
 It is a process of its own with Python's library alone in it: no torch, no environment, and never the text, the input or
 the output of a program, which pass it by in files. One program runs at a time. When its caller ends it ends too, with
-the program that it watches.
+the program that it watches. A forked process gives up its rights before it runs the text.
 """
 
-import bisect  # noqa: F401  # these and the next are there for the programs, which find them imported
-import collections
-import copy  # noqa: F401
-import datetime  # noqa: F401
-import decimal  # noqa: F401
-import fractions  # noqa: F401
-import functools  # noqa: F401
+import atexit
 import gc
-import heapq  # noqa: F401
-import itertools  # noqa: F401
+import io
 import json
-import math  # noqa: F401
-import operator  # noqa: F401
+import linecache
 import os
-import re  # noqa: F401
+import random
+import resource
 import select
 import shutil
 import signal
 import socket
-import statistics  # noqa: F401
-import string  # noqa: F401
 import sys
 import tempfile
+import threading
 import time
-import typing  # noqa: F401
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
-from grpo_lightning.sandbox import kernel, landlock, program, seccomp
+from grpo_lightning.sandbox import isolation
 
-_TICK = 0.02  # s between two looks at what a program's limits do not cover: its threads, files and output
+_PRELOADED = ("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools")
+for _name in (*_PRELOADED, "math", "operator", "re", "statistics", "string", "typing"):
+    import_module(_name)  # for the programs, which find them imported
+
+_POLL_SECONDS = 0.02  # between two checks of what the kernel does not limit: threads, files and output
 _MESSAGE = 65_536  # bytes
 _FILES = 4  # text, stdin, stdout, stderr
-_OF_OTHERS = ("site-packages", "dist-packages")
-_OF_THE_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+_PACKAGES = ("site-packages", "dist-packages")
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 _DEVICES = ("/dev/urandom", "/dev/random", "/dev/zero")
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_ALL_CPU = 0.9  # of its seconds: a program that used these and was killed was at its limit
+_TRAINER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_AT_CPU_LIMIT = 0.9  # of its CPU seconds: a program that used these and was killed was at its limit
+_NAME = "program.py"  # what tracebacks call the text
+_READY = b"."  # what a program's process writes once its rights are given up; anything else is why it was not run
+_READY_FD = 3  # where it writes that, beside stdin, stdout and stderr
+_FAILED = 70  # the exit status of a process that could not give up its rights
+_MAX_OPEN_FILES = 64
+_MAX_SERVER_FILES = 1024  # the server has a dozen open
+_STACK = 64 * 2**20  # bytes that the first thread's may grow to
 
 
 def main(descriptor: int, place: str) -> None:
     """Serve until the caller is gone.
 
     Args:
-        descriptor: A socket that keeps messages apart; the first one said here is what the machine lacks, if anything.
+        descriptor: A socket that keeps messages apart; the first one sent here is what the machine lacks, if anything.
         place: Where the directory of the programs is made.
     """
-    for number in _IGNORED:  # as the workers of rewards do: whoever asks the trainer to end lets it finish its step
+    for number in _TRAINER_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The caller may have so many files open that this one's number is beyond those that a program closes.
     channel = socket.socket(fileno=os.dup(descriptor))
@@ -63,114 +68,103 @@ def main(descriptor: int, place: str) -> None:
     try:
         directory = tempfile.mkdtemp(prefix="sandbox-", dir=place)
         try:
-            rules = _rules(directory)
-        except (kernel.Missing, OSError) as error:
+            rules = _file_rules(directory)
+        except (isolation.Missing, OSError) as error:
             channel.send(json.dumps({"missing": str(error)}).encode())
             return
         channel.send(json.dumps({"missing": None}).encode())
         gc.collect()
         gc.freeze()  # what is not looked at stays shared with the programs
-        _serve(channel, directory, rules)
+        while reply := _serve(channel, directory, rules):
+            channel.send(json.dumps(reply).encode())
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _rules(directory: str) -> int:
-    seccomp.architecture()
+def _file_rules(directory: str) -> int:
+    isolation.architecture()
     try:
-        _threads(os.getpid())
+        _num_threads(os.getpid())
     except OSError as error:
-        raise kernel.Missing("/proc, where it counts a program's threads") from error
-    readable = [*_library(), *_OF_THE_SYSTEM, *_DEVICES]
-    return landlock.rules(readable, directory, listable=_places(), sinks=["/dev/null"])
+        raise isolation.Missing("/proc, where it counts a program's threads") from error
+    places = [place for place in sys.path if Path(place).is_dir()]
+    readable = [*_library(places), *_SYSTEM, *_DEVICES]
+    return isolation.file_rules(readable, directory, listable=places, sinks=["/dev/null"])
 
 
-def _places() -> list[str]:
-    """Where Python finds its own library: without an option of its own it would look for others' packages too."""
-    return [directory for directory in sys.path if Path(directory).is_dir()]
-
-
-def _library() -> Iterator[str]:
+def _library(places: Sequence[str]) -> Iterator[str]:
     """Python's own library without what others installed beside it, and the shared libraries of its prefix."""
-    for directory in _places():
-        yield from (str(path) for path in Path(directory).iterdir() if path.name not in _OF_OTHERS)
+    for place in places:
+        yield from (str(path) for path in Path(place).iterdir() if path.name not in _PACKAGES)
     yield from (path for path in sys.path if path.endswith(".zip"))
     yield from (str(path) for path in Path(sys.base_prefix, "lib").glob("*.so*"))
 
 
-def _serve(channel: socket.socket, directory: str, rules: int) -> None:
-    while True:
-        message, files, _, _ = socket.recv_fds(channel, _MESSAGE, _FILES)
-        if not message:
-            return
-        reply = _ran(channel, json.loads(message), files, directory, rules)
-        if reply is None:
-            return
-        channel.send(json.dumps(reply).encode())
-
-
-def _ran(
-    channel: socket.socket, limits: Mapping[str, Any], files: list[int], directory: str, rules: int
-) -> dict[str, Any] | None:
-    """Run one program; returns how it ended, or None if the caller is gone."""
-    said, saying = os.pipe()
-    parent, own = os.getpid(), os.fork()
-    if own == 0:
-        program.become(program.Given(files, saying, rules, directory, limits), parent)
-    os.close(saying)
+def _serve(channel: socket.socket, directory: str, rules: int) -> dict[str, Any] | None:
+    """Run the next program; returns how it ended, or None if the caller is gone."""
+    message, files, _, _ = socket.recv_fds(channel, _MESSAGE, _FILES)
+    if not message:
+        return None
+    limits = json.loads(message)
+    ready, ready_writer = os.pipe()
+    server, program = os.getpid(), os.fork()
+    if program == 0:
+        _become_program(files, ready_writer, limits, server, directory, rules)
+    os.close(ready_writer)
     try:
-        reason = _watched(channel, own, limits, directory, files[2:])
+        reason = _watch(channel, program, limits, directory, files[2:])
     finally:
         with suppress(ProcessLookupError):
-            os.kill(own, signal.SIGKILL)
-        _, status, usage = os.wait4(own, 0)
-        _empty(directory)
-    words = os.read(said, 1024)
+            os.kill(program, signal.SIGKILL)
+        _, status, usage = os.wait4(program, 0)
+        for entry in list(os.scandir(directory)):  # programs can make no directories
+            os.unlink(entry.path)
+    words = os.read(ready, 1024)
     if reason is None and _is_too_long(files[2:], limits):
         reason = "output"
-    for opened in (*files, said):
+    for opened in (*files, ready):
         os.close(opened)
     if reason == "gone":
         return None
-    if words != program.READY:
+    if words != _READY:
         return {"failed": words.decode(errors="replace") or "it ended before its rights were given up"}
     code = os.waitstatus_to_exitcode(status)
     used = usage.ru_utime + usage.ru_stime
-    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and used > _ALL_CPU * limits["cpu_seconds"]):
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and used > _AT_CPU_LIMIT * limits["cpu_seconds"]):
         reason = reason or "time"
     return {"ended": reason or ("crash" if code < 0 else "exit"), "code": code, "failed": None}
 
 
-def _watched(
-    channel: socket.socket, own: int, limits: Mapping[str, Any], directory: str, printed: Sequence[int]
+def _watch(
+    channel: socket.socket, program: int, limits: Mapping[str, Any], directory: str, output: Sequence[int]
 ) -> str | None:
     """Wait until the program ends, or for a reason to end it, which is returned."""
-    process = os.pidfd_open(own)
+    process = os.pidfd_open(program)
     try:
-        waiting = select.poll()
-        waiting.register(channel, select.POLLIN)
-        waiting.register(process, select.POLLIN)
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        poll.register(process, select.POLLIN)
         end = time.monotonic() + limits["seconds"]
         while True:
             left = end - time.monotonic()
-            ready = {descriptor for descriptor, _ in waiting.poll(1000 * max(0.0, min(_TICK, left)))}
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * max(0.0, min(_POLL_SECONDS, left)))}
             if process in ready:
                 return None
             if ready:
                 return "gone"
             if left <= 0:
                 return "time"
-            if _threads(own) > limits["threads"]:
+            if _num_threads(program) > limits["threads"]:
                 return "threads"
             if _is_too_much(directory, limits):
                 return "files"
-            if _is_too_long(printed, limits):
+            if _is_too_long(output, limits):
                 return "output"
     finally:
         os.close(process)
 
 
-def _threads(process: int) -> int:
+def _num_threads(process: int) -> int:
     """How many threads a process has; 0 if it has just ended."""
     try:
         with open(f"/proc/{process}/stat", "rb") as opened:
@@ -181,25 +175,133 @@ def _threads(process: int) -> int:
 
 def _is_too_much(directory: str, limits: Mapping[str, Any]) -> bool:
     """Whether a program has more files, or more in them, than it may have."""
-    found = taken = 0
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            found += 1
-            with suppress(FileNotFoundError):
-                taken += 512 * entry.stat(follow_symlinks=False).st_blocks
-            if found > limits["files"]:
-                return True
-    # A file system may give a file more than its bytes.
-    return bool(taken > limits["file_bytes"] + found * 2**16)
+    count = taken = 0
+    for count, entry in enumerate(os.scandir(directory), 1):
+        with suppress(FileNotFoundError):
+            taken += 512 * entry.stat(follow_symlinks=False).st_blocks
+        if count > limits["files"]:
+            return True
+    return bool(taken > limits["file_bytes"] + count * 2**16)  # a file system may give a file more than its bytes
 
 
-def _is_too_long(printed: Sequence[int], limits: Mapping[str, Any]) -> bool:
+def _is_too_long(output: Sequence[int], limits: Mapping[str, Any]) -> bool:
     """Whether a program has printed more than it may."""
-    return any(os.fstat(file).st_size > limits["output_bytes"] for file in printed)
+    return any(os.fstat(file).st_size > limits["output_bytes"] for file in output)
 
 
-def _empty(directory: str) -> None:
-    """Remove all files of a program, which can make no directories."""
-    with os.scandir(directory) as entries:
-        for name in collections.deque(entry.path for entry in entries):
-            os.unlink(name)
+# --- the process that becomes the program
+
+
+def _become_program(
+    files: Sequence[int], ready: int, limits: Mapping[str, Any], server: int, directory: str, rules: int
+) -> NoReturn:
+    """Turn this process, which was forked to that end, into the program."""
+    leave, code = os._exit, _FAILED  # whatever the program makes of os._exit
+    try:
+        text = b""
+        while part := os.read(files[0], 2**20):
+            text += part
+        try:
+            _give_up_rights(files, ready, limits, server, directory, rules)
+        except BaseException as error:
+            kind = "it needs" if isinstance(error, isolation.Missing) else f"{type(error).__name__}:"
+            os.write(ready, f"{kind} {error}".encode(errors="replace")[:500])
+        else:
+            code = _run(text)
+    finally:
+        leave(code)
+
+
+def _give_up_rights(
+    files: Sequence[int], ready: int, limits: Mapping[str, Any], server: int, directory: str, rules: int
+) -> None:
+    """Give up what a program must not have; in this order, since each step needs rights that later ones take away."""
+    os.chdir(directory)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as adjusted:
+        adjusted.write("1000")  # the first process to end where the machine runs out of memory
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    for kind, most in (
+        (resource.RLIMIT_AS, limits["memory_mb"] * 2**20),
+        (resource.RLIMIT_STACK, _STACK if stack == resource.RLIM_INFINITY else min(_STACK, stack)),
+        (resource.RLIMIT_FSIZE, max(limits["file_bytes"], limits["output_bytes"] + 1)),
+        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
+        *((kind, 0) for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE)),
+    ):
+        resource.setrlimit(kind, (most, most))
+    # The first limit is a signal that a program can catch, the second none.
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_seconds"], limits["cpu_seconds"] + 1))
+    isolation.give_up_privileges(server, signal.SIGKILL)  # after the limits, which root could raise again
+    isolation.restrict_files(rules)
+    for number in _TRAINER_SIGNALS[1:]:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    isolation.restrict_calls()
+    for place, opened in enumerate((*files[1:], ready)):
+        os.dup2(opened, place)  # all of them are 3 or more, and what is 3 comes last or was copied before
+    os.write(_READY_FD, _READY)
+    os.closerange(_READY_FD, _MAX_SERVER_FILES)
+
+
+def _run(text: bytes) -> int:
+    """Run the text as the main module of an interpreter; returns the exit status."""
+    flush = _reset_interpreter(text)
+    code = 0
+    try:
+        exec(compile(text, _NAME, "exec", dont_inherit=True), vars(sys.modules["__main__"]))
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            code = (left.code or 0) & 0xFF
+        else:
+            code = 1
+            with suppress(BaseException):
+                print(left.code, file=sys.stderr)
+    except BaseException as error:
+        code = 1
+        _print_error(error)
+    try:
+        getattr(threading, "_shutdown", int)()  # waits for threads that are no daemons
+        getattr(atexit, "_run_exitfuncs", int)()
+        flush()
+    except BaseException as error:
+        code = code or 120  # as Python has it for output that cannot be written
+        _print_error(error)
+    return code
+
+
+def _reset_interpreter(text: bytes) -> Callable[[], None]:
+    """Make this interpreter look as if it had just begun; returns what writes its buffered output.
+
+    `random` begins at the same place every time, as hashes do: the same program on the same input prints the same.
+    """
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("grpo_lightning", "__main__")]:
+        del sys.modules[name]
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.argv = [_NAME]
+    os.environ.clear()
+    buffers = [io.BufferedWriter(io.FileIO(number, "w", closefd=False)) for number in (1, 2)]
+    out = io.TextIOWrapper(buffers[0], "utf-8")
+    streams = {
+        "stdin": io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8"),
+        "stdout": out,
+        "stderr": io.TextIOWrapper(buffers[1], "utf-8", "backslashreplace", line_buffering=True),
+    }
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    random.seed(0)
+    lines = text.decode(errors="replace").splitlines(keepends=True)
+    linecache.cache[_NAME] = (len(text), None, lines, _NAME)  # for tracebacks and `inspect`
+
+    def flush() -> None:
+        if not out.closed:
+            out.flush()
+
+    return flush
+
+
+def _print_error(error: BaseException) -> None:
+    """Print an exception as Python does at its end, from the program's first line on."""
+    with suppress(BaseException):
+        begin = error.__traceback__ and error.__traceback__.tb_next
+        traceback.print_exception(type(error), error, begin, file=sys.stderr)
+        sys.stderr.flush()
