@@ -1,26 +1,36 @@
-"""What holds for every engine, shown on a stand-in for vLLM; tests/vllm has the real one."""
+"""vLLM as the engine, shown on a stand-in for the library and on a small server that speaks its protocol.
+
+tests/vllm has the real ones.
+"""
 
 import copy
+import json
 import os
 import random
 import sys
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from grpo_lightning.config import ConfigError, check_config
+from grpo_lightning.module import grpo
+from grpo_lightning.module.selfcheck import check_rollout
 from grpo_lightning.sampler.vllm.colocated import VLLM
+from grpo_lightning.sampler.vllm.server import Connection, VLLMServer
 from tests.support import stand_in
 from tests.support.composed import composed
 from tests.support.episodes import FakeResponder, chatty
 from tests.support.running import small_run
 from tests.support.sampling import generate
 from tests.vllm.support import PROMPTS, disturb, engine, gap, ready, sample, sampling, tiny
-
-NAMES = {*dict(tiny().model.named_parameters()), "lm_head.weight"}
-"""Of the shipped policy, whose head is tied to its embedding."""
 
 
 @pytest.fixture
@@ -37,7 +47,7 @@ def problems(*overrides):
     return ()
 
 
-def test_an_engine_draws_from_the_distribution_that_is_trained(vllm):
+def test_tokens_are_sampled_from_the_distribution_that_is_trained(vllm):
     policy = tiny()
     for version in (0, 1):
         found = sample(vllm, policy, version=version)
@@ -51,7 +61,8 @@ def test_an_adapter_is_merged_and_named_as_the_model_names_its_weights(vllm):
     policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
     disturb(policy, scale=0.1)
     assert gap(policy, sample(vllm, policy)) < 1e-4
-    assert dict(policy.named_weights()).keys() == dict(tiny().named_weights()).keys() == NAMES
+    names = {*dict(tiny().model.named_parameters()), "lm_head.weight"}  # whose head is tied to its embedding
+    assert dict(policy.named_weights()).keys() == dict(tiny().named_weights()).keys() == names
     merged = copy.deepcopy(policy.model).merge_and_unload().state_dict()
     for name, weight in policy.named_weights():
         assert torch.allclose(weight, merged[name], atol=1e-6), name
@@ -61,29 +72,20 @@ def test_memory_is_awake_before_weights_are_written_and_the_cache_is_dropped_bef
     policy = tiny()
     sample(vllm, policy)
     monkeypatch.setattr(VLLM, "_sleeps", True)
-    stand_in.LLM.last.log.clear()
+    llm = stand_in.LLM.last
+    llm.log.clear()
     with ready(vllm, policy, 5):
-        assert stand_in.LLM.last.log == [
-            "wake ['weights']",
-            "reload_weights",
-            "reset_prefix_cache",
-            "wake ['kv_cache']",
-        ]
-        assert stand_in.LLM.last.llm_engine.version == "5"
-    assert stand_in.LLM.last.log[4:] == ["sleep 2"]
-
-
-def test_a_cache_that_cannot_be_dropped_ends_the_run(vllm):
-    policy = tiny()
-    sample(vllm, policy)
-    stand_in.LLM.last.drops_its_cache = False
+        assert llm.log == ["wake ['weights']", "reload_weights", "reset_prefix_cache", "wake ['kv_cache']"]
+        assert llm.llm_engine.version == "5"
+    assert llm.log[4:] == ["sleep 2"]
+    llm.drops_its_cache = False
     with pytest.raises(RuntimeError, match="older weights could not be dropped"):
         sample(vllm, policy)
     assert vllm.metrics == {}
 
 
 def test_stop_strings_polls_and_early_ends(vllm):
-    policy, told, polls = tiny(), {}, []
+    policy, reported, polls = tiny(), {}, []
     with ready(vllm, policy):
         found = vllm.generate(
             policy,
@@ -92,15 +94,15 @@ def test_stop_strings_polls_and_early_ends(vllm):
             sampling=sampling(stop=(" ",), temperature=1.3),
             seed=3,
             poll=lambda: polls.append(1),
-            on_finished=lambda row, text, ids: told.update({row: (text, ids)}),
+            on_finished=lambda row, text, ids: reported.update({row: (text, ids)}),
         )
-        own = vllm.generate(policy, PROMPTS, group_size=4, sampling=sampling(temperature=1.3), seed=3)
+        free = vllm.generate(policy, PROMPTS, group_size=4, sampling=sampling(temperature=1.3), seed=3)
     assert len(polls) > 5
-    assert set(told) == {row for row, finished in enumerate(found.finished) if finished}
-    for row, (text, ids) in told.items():
+    assert set(reported) == {row for row, finished in enumerate(found.finished) if finished}
+    for row, (text, ids) in reported.items():
         assert found.texts[row] == text
         assert len(ids) == int(found.mask[row].sum())
-    for part, whole in zip(found.texts, own.texts):
+    for part, whole in zip(found.texts, free.texts):
         assert part == (whole[: whole.index(" ") + 1] if " " in whole else whole)
     stopped = [finished for text, finished in zip(found.texts, found.finished) if " " in text]
     assert stopped
@@ -130,12 +132,10 @@ def test_multi_turn_completions_are_those_of_the_native_sampler(vllm, limit, tur
     assert_close(found.logprobs, own.logprobs, rtol=0, atol=1e-4)
 
 
-def test_every_turn_is_drawn_from_the_distribution_that_is_trained(vllm):
-    policy, responder = tiny(), FakeResponder(chatty)
+def test_every_turn_is_sampled_from_the_distribution_that_is_trained(vllm):
+    policy, options = tiny(), {"group_size": 8, "sampling": sampling(max_new_tokens=60), "seed": 3}
     with ready(vllm, policy):
-        found = vllm.generate(
-            policy, PROMPTS, group_size=8, sampling=sampling(max_new_tokens=60), seed=3, responder=responder
-        )
+        found = vllm.generate(policy, PROMPTS, responder=FakeResponder(chatty), **options)
     replied = found.attention_mask[:, -found.mask.shape[1] :] & ~found.mask
     assert replied.sum() > 20
     assert found.logprobs[replied].abs().max() == 0
@@ -181,34 +181,24 @@ def test_random_state_threads_and_environment_are_as_before(vllm, monkeypatch):
     assert stand_in.LLM.last.arguments["dtype"] == "bfloat16"  # as the policy computes, where it is first asked
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
+def test_settings_that_an_engine_cannot_follow(monkeypatch):
+    stand_in.install(monkeypatch)
+    assert problems("sampler=vllm", "rollout.top_p=0.9", "rollout.min_p=0.1", "validation.top_k=5") == ()
+    for override, problem in (
         ("rollout.kv_cache_gib=2", "rollout.kv_cache_gib=2 does not work with sampler=vllm"),
         ("policy.quantization=4bit", "policy.quantization=4bit does not work with sampler=vllm"),
-        (
-            "sampler.engine={repetition_penalty: 1.2}",
-            "sampler.engine.repetition_penalty=1.2: must not change what is sampled",
-        ),
+        ("sampler.engine={repetition_penalty: 1.2}", "sampler.engine.repetition_penalty=1.2: must not change what"),
         ("sampler.engine={worker_cls: x.Y}", "sampler.engine.worker_cls=x.Y: must be one of async_scheduling"),
-        ("sampler.gpu_memory_utilization=2", "sampler.gpu_memory_utilization=2: must be"),
-    ],
-)
-def test_settings_that_an_engine_cannot_follow(monkeypatch, override, told):
-    stand_in.install(monkeypatch)
-    assert problems("sampler=vllm") == ()
-    assert problems("sampler=vllm", "rollout.top_p=0.9", "rollout.min_p=0.1", "validation.top_k=5") == ()
-    found = problems("sampler=vllm", override)
-    assert any(told in problem for problem in found), found
+    ):
+        found = problems("sampler=vllm", override)
+        assert any(problem in one for one in found), found
 
 
 def test_without_vllm_one_sentence_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr("grpo_lightning.config.consistency.find_spec", lambda _: None)
-    sentence = (
-        "sampler=vllm: vLLM is not installed; use sampler=own, or an environment of its own with: "
-        "pip install -r requirements-vllm.txt"
-    )
-    assert problems("sampler=vllm") == (sentence,)
+    (sentence,) = problems("sampler=vllm")
+    assert "vLLM is not installed" in sentence
+    assert "pip install -r requirements-vllm.txt" in sentence
     assert problems("sampler=vllm", "mode=export") == ()
     assert problems("sampler=vllm_server", "sampler.directory=/tmp/x") == ()
     with pytest.raises(ValueError, match="vLLM is not installed"):
@@ -218,12 +208,21 @@ def test_without_vllm_one_sentence_says_how_to_get_it(monkeypatch):
 @pytest.mark.slow
 def test_a_run_with_an_engine_and_one_that_continues_it(monkeypatch, tmp_path):
     stand_in.install(monkeypatch)
-    words = ["sampler=vllm", "validation.every=1", "rollout.temperature=0.8"]
+    checks = []
+    monkeypatch.setattr(
+        grpo, "check_rollout", lambda *given, **more: (checks.append(more), check_rollout(*given, **more))
+    )
+    words = ["sampler=vllm", "validation.every=1", "rollout.temperature=0.8", "rollout.top_p=0.9", "rollout.min_p=0.01"]
+    words += ["validation.top_k=5", "rollout.top_k=20", "module.self_check=true"]
     whole = small_run(tmp_path / "whole", *words, "steps=2")
+    assert checks == [{"coarse": False, "filtered": True}]
     assert whole.metrics["sampler/weight_version"] == 1
+    assert whole.metrics["sampler/support_miss_rate"] == 0
+    assert whole.metrics["policy/mismatch_max"] < 1e-4
+    assert whole.metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert 1 < whole.metrics["completion/set_size_mean"] <= 20
     assert whole.metrics["time/sync"] > 0
     assert whole.metrics["time/wake"] >= 0
-    assert whole.metrics["policy/entropy"] > 0
     small_run(tmp_path / "parts", *words, "steps=1")
     parts = small_run(tmp_path / "parts", *words, "steps=2", "checkpoint=last")
     assert parts.completed_steps == 2
@@ -231,3 +230,167 @@ def test_a_run_with_an_engine_and_one_that_continues_it(monkeypatch, tmp_path):
         assert torch.equal(one, other), name
     stored = torch.load(tmp_path / "whole" / "checkpoints" / "last.ckpt", weights_only=True)
     assert not [name for name in stored["state_dict"] if "engine" in name or "sampler" in name]
+
+
+# --- a server --------------------------------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """Holds a model of its own; ``log`` has the requests, ``answers`` what it answers in place of the truth."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.policy = tiny()
+        self.log, self.keys, self.bodies, self.answers = [], [], [], {}
+        self.lock = threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def reload(self, place):
+        config = json.loads((Path(place) / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        self.policy.model.load_state_dict(load_file(Path(place) / "model.safetensors"))
+
+    @torch.no_grad()
+    def complete(self, asked):
+        choices = []
+        for index in range(asked["n"]):
+            generator = torch.Generator().manual_seed(asked["seed"] % 2**40 + index)
+            ids, found = [], []
+            while len(ids) < asked["max_tokens"] and not set(ids) & set(asked["stop_token_ids"]):
+                logits = self.policy.model(torch.tensor([[*asked["prompt"], *ids]])).logits[0, -1]
+                logprobs = stand_in.filtered(logits / asked["temperature"], SimpleNamespace(**asked)).log_softmax(-1)
+                ids.append(int(logprobs.exp().multinomial(1, generator=generator)))
+                found.append(float(logprobs[ids[-1]]))
+            choices.append({"index": index, "token_ids": ids, "logprobs": {"token_logprobs": found}})
+        return {"choices": choices[::-1]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def answer(self, asked):
+        server = self.server
+        with server.lock:
+            server.log.append(self.path)
+            server.bodies.append(asked)
+            server.keys.append(self.headers.get("Authorization"))
+            status, said = server.answers.get(self.path, (200, None))
+            if said is None:
+                said = {"data": [{"id": "start"}]} if self.path == "/v1/models" else {"success": True}
+                if self.path == "/collective_rpc":
+                    server.reload(asked["kwargs"]["weights_path"])
+                if self.path == "/v1/completions":
+                    said = server.complete(asked)
+        body = json.dumps(said).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body), "Location": "http://127.0.0.1:9/"}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def server():
+    served = Server()
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    yield served
+    served.shutdown()
+    served.server_close()
+
+
+@pytest.fixture
+def sampler(server, tmp_path):
+    return VLLMServer(url=server.url, directory=str(tmp_path / "weights"), timeout=20)
+
+
+def test_a_server_samples_with_the_weights_that_are_trained(server, sampler, tmp_path):
+    policy = tiny()
+    for version in (0, 1):
+        found = sample(sampler, policy, version=version)
+        assert gap(policy, found) < 1e-4
+        assert sampler.metrics == {"sampler/weight_version": version}
+        disturb(policy)
+    assert gap(policy, found) > 0.05
+    asked = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", *["/v1/completions"] * 3]
+    assert server.log == ["/v1/models", *asked, *asked]
+    assert list((tmp_path / "weights").iterdir()) == []  # files are dropped once they are read
+
+
+def test_weights_of_a_killed_run_make_room(server, sampler, tmp_path, monkeypatch):
+    place, read = tmp_path / "weights" / "grpo-lightning-weights-0", []
+    monkeypatch.setattr(server, "reload", lambda given: read.append(sorted(p.name for p in Path(given).iterdir())))
+    place.mkdir(parents=True)
+    for name in ("model.safetensors", "half"):
+        (place / name).write_text("")
+    sample(sampler, tiny())
+    assert read == [["config.json", "model.safetensors"]]
+    assert list(place.parent.iterdir()) == []
+
+
+def test_a_server_is_asked_for_the_filters_and_log_probabilities_are_those_of_the_sets(server, sampler):
+    policy, asked = tiny(), replace(sampling(), top_p=0.9, top_k=20, min_p=0.01)
+    with ready(sampler, policy):
+        found = sampler.generate(policy, PROMPTS, group_size=4, sampling=asked, seed=3)
+        assert found.support is None
+        sets = policy.support(found, asked)
+    body = server.bodies[-1]
+    assert (body["top_p"], body["top_k"], body["min_p"]) == (0.9, 20, 0.01)
+    assert not sets.outside.any()
+    assert gap(policy, found) > 0.05
+    assert gap(policy, replace(found, support=sets.support)) < 1e-4
+
+
+def test_a_key_comes_from_the_environment_and_goes_to_this_server_only(server, sampler, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret-of-a-test")
+    server.answers["/v1/models"] = (302, {})
+    with pytest.raises(RuntimeError, match=r"/v1/models: no answer") as caught:
+        sample(sampler, tiny())
+    assert server.keys == ["Bearer secret-of-a-test"]
+    assert "secret-of-a-test" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "problem"),
+    [
+        ("/v1/models", (200, {"data": [{"id": "a"}, {"id": "b"}]}), r"sampler\.model=null: name one of .* a, b"),
+        ("/v1/models", (401, {"error": "no"}), r"/v1/models: status 401: .*no"),
+        ("/reset_prefix_cache", (200, {"success": False}), "older weights could not be dropped"),
+        ("/v1/completions", (200, {"choices": []}), "0 completions of a prompt came, not 4"),
+        (
+            "/v1/completions",
+            (200, {"choices": [{"index": number, "token_ids": [5], "logprobs": None} for number in range(4)]}),
+            "came without its token ids or log-probabilities",
+        ),
+    ],
+)
+def test_wrong_answers_of_a_server_are_errors(server, sampler, path, answer, problem):
+    server.answers[path] = answer
+    with pytest.raises((RuntimeError, ValueError), match=problem):
+        sample(sampler, tiny())
+
+
+def test_wrong_addresses_are_errors():
+    for url in ("ftp://host", "host:8000", "http://user:word@host", "http://host?x=1"):
+        with pytest.raises(ValueError, match=r"sampler\.url=.* must be http://HOST:PORT") as caught:
+            Connection(url, timeout=1)
+        assert "word" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_server(server, tmp_path):
+    words = ("sampler=vllm_server", f"sampler.url={server.url}", f"sampler.directory={tmp_path / 'shared'}")
+    module = small_run(tmp_path / "run", "policy=tiny", *words, "rollout.max_new_tokens=8", "rollout.stop=[]")
+    assert module.metrics["sampler/weight_version"] == 0
+    assert module.metrics["time/sync"] > 0

@@ -23,7 +23,7 @@ from grpo_lightning.types import Prompts, Sampling, spans
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import build, composed
 from tests.support.episodes import chatty
-from tests.test_static_sampling import PLAIN, PROMPTS, opened
+from tests.support.sampling import PLAIN, PROMPTS, opened
 
 DATA = Prompts(tuple(PROMPTS), {"number": (3, 4, 5)})
 SAMPLING = Sampling(**PLAIN | {"max_new_tokens": 60})

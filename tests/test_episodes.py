@@ -16,8 +16,7 @@ from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.types import Sampled, Sampling, spans
 from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint
 from tests.support.episodes import Episode, FakeResponder, chatty, played_alone
-from tests.support.sampling import generate
-from tests.test_static_sampling import ENDS, FIRST, OPTIONS, PLAIN, PROMPTS, opened
+from tests.support.sampling import ENDS, OPTIONS, PLAIN, PROMPTS, generate, opened
 
 LONGER = 60
 SAMPLING = PLAIN | {"max_new_tokens": LONGER}
@@ -30,7 +29,7 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in sorted(ARCHITECTURES)]
+    params=[pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in sorted(ARCHITECTURES)]
 )
 def policy(request, checkpoints):
     return opened(checkpoints[request.param])

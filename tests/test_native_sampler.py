@@ -1,4 +1,4 @@
-"""The sampler's step as a GPU needs it: no value looked at, nothing moved, the same for any batch and any pace."""
+"""The native sampler: the same completions for any batch and any pace, and a step as a GPU needs it."""
 
 import itertools
 from contextlib import contextmanager
@@ -10,32 +10,21 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
-from grpo_lightning.memory import COPIED
-from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.policy.loading import load
+from grpo_lightning.memory import COPIED, GiB, Shape
 from grpo_lightning.sampler.native import fused_decode
 from grpo_lightning.sampler.native.attention import attend, attend_written_out
 from grpo_lightning.sampler.native.decode_batch import DecodeBatch
+from grpo_lightning.sampler.native.kv_cache import rows_within
 from grpo_lightning.sampler.native.multi_turn import MultiTurnBatch
 from grpo_lightning.sampler.native.sampler import CUDAGraphStep, decode
+from grpo_lightning.sampler.native.shared_prompt_cache import Buffers
 from grpo_lightning.sampler.native.token_sampling import uniforms
 from grpo_lightning.sampler.text import StopStrings
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.support.composed import composed
 from tests.support.oracle import sampled_alone
-
-PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
-LENGTH = 30
-ENDS = list(range(24))
-PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": LENGTH}
-OPTIONS = {
-    "plain": {},
-    "temperature": {"temperature": 0.7},
-    "truncated": {"temperature": 1.2, "top_p": 0.9, "top_k": 50, "min_p": 0.01},
-    "stop": {"stop": ("th", "q")},
-    "greedy": {"temperature": 0.0},
-    "talking": {"top_p": 0.9},
-}
+from tests.support.sampling import ENDS, LENGTH, OPTIONS, PLAIN, PROMPTS, generate, opened
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +33,7 @@ def checkpoints(tmp_path_factory):
     return {name: write_checkpoint(root / name, name, chat=False) for name in ARCHITECTURES}
 
 
-def opened(path, **options) -> HFPolicy:
-    defaults = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
-    policy = load(str(path), **defaults | options)
-    policy.end_ids = ENDS
-    return policy
-
-
-FIRST = {"llama"}
-"""One with a flat decoder and one without; the others are for the slow tests."""
-
-
-@pytest.fixture(
-    params=[pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in sorted(ARCHITECTURES)]
-)
+@pytest.fixture
 def policy(request, checkpoints):
     return opened(checkpoints[request.param])
 
@@ -71,15 +47,11 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, **pace):
+def decoded(policy, *, group_size=4, options=PLAIN, like_gpu=False, **pace):
     """What `NativeSampler.generate` does, with the pace chosen here; ``like_gpu`` takes every turn that a GPU would."""
     sampling = Sampling(**PLAIN | dict(options))
     tokens = policy.tokenize(PROMPTS)
-    cache = policy.kv_cache(
-        tokens,
-        group_size,
-        longest=max(map(len, tokens)) + sampling.max_new_tokens,
-    )
+    cache = policy.kv_cache(tokens, group_size, longest=max(map(len, tokens)) + sampling.max_new_tokens)
     if like_gpu:
         cache._on_cpu = False
     rows = [(prompt, member) for prompt in range(len(tokens)) for member in range(group_size)]
@@ -98,21 +70,19 @@ def drawn(policy, *, group_size=4, options=PLAIN, like_gpu=False, **pace):
 @pytest.mark.parametrize(
     ("policy", "kind"),
     [
-        *(("llama", "plain"), ("gpt2", "truncated"), slow("llama", "stop")),
-        *(slow("qwen2", "temperature"), slow("qwen3", "stop"), slow("gemma", "plain"), slow("mistral", "truncated")),
-        *(slow("gpt2", "stop"), slow("llama", "truncated")),
+        *(("llama", "plain"), ("gpt2", "truncated"), slow("llama", "stop"), slow("qwen2", "temperature")),
+        *(slow("qwen3", "stop"), slow("gemma", "plain"), slow("mistral", "truncated"), slow("gpt2", "stop")),
     ],
     indirect=["policy"],
 )
 def test_completions_are_those_of_one_row_alone_without_a_cache(policy, kind):
     sampling = Sampling(**PLAIN | OPTIONS[kind])
     expected = sampled_alone(policy, PROMPTS, group_size=3, sampling=sampling, seed=5)
-    lengths = {len(ids) for ids, *_ in expected}
-    assert len(lengths) > 3
+    assert len({len(ids) for ids, *_ in expected}) > 3
     for copied, pace in ((0, {}), (1 << 20, {"sync_every": 16}), (0, {"max_concurrent": 2, "sync_every": 5})):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(COPIED, "cpu", copied)
-            found = drawn(policy, group_size=3, options=OPTIONS[kind], **pace)
+            found = decoded(policy, group_size=3, options=OPTIONS[kind], **pace)
         for row, (ids, logprobs, entropies, sets) in enumerate(expected):
             mask = found.mask[row]
             assert found.ids[row][mask].tolist() == ids
@@ -134,11 +104,11 @@ def test_completions_are_those_of_one_row_alone_without_a_cache(policy, kind):
 )
 def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch, copied):
     monkeypatch.setitem(COPIED, "cpu", copied)
-    expected = drawn(policy)
+    expected = decoded(policy)
     assert len(set(expected.mask.sum(-1).tolist())) > 4
     # any two of the three in each of their ways together
     for number, (sync_every, max_concurrent) in enumerate(itertools.product((1, 16), (None, 1, 5))):
-        found = drawn(policy, sync_every=sync_every, max_concurrent=max_concurrent, like_gpu=number % 2 == 0)
+        found = decoded(policy, sync_every=sync_every, max_concurrent=max_concurrent, like_gpu=number % 2 == 0)
         assert torch.equal(found.ids, expected.ids)
         assert torch.equal(found.finished, expected.finished)
         assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
@@ -146,50 +116,43 @@ def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch
 
 @pytest.mark.slow
 def test_a_model_without_a_shared_path_is_sampled_in_blocks(llama):
-    expected = drawn(llama)
+    expected = decoded(llama)
     llama.share_prompts = False
     for max_concurrent in (None, 1, 5):
-        found = drawn(llama, max_concurrent=max_concurrent)
-        assert torch.equal(found.ids, expected.ids)
+        assert torch.equal(decoded(llama, max_concurrent=max_concurrent).ids, expected.ids)
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, max_concurrent=None):
-    """A batch with some tokens drawn and room for more, as between two looks on a GPU."""
-    monkeypatch.setattr(
-        fused_decode, "packs", lambda *_: False
-    )  # what oneDNN has packed is no tensor that can be traced
+def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0, tokens=64, size=6):
+    """A batch with some tokens sampled and room for more, as between two looks on a GPU; with replies in multi-turn."""
+    monkeypatch.setattr(fused_decode, "packs", lambda *_: False)  # what oneDNN has packed cannot be traced
     monkeypatch.setitem(COPIED, "cpu", copied)
     sampling = Sampling(**PLAIN | {"max_new_tokens": 100} | OPTIONS[kind])
     prompts = policy.tokenize(PROMPTS)
     cache = policy.kv_cache(prompts, 2, longest=max(map(len, prompts)) + 100)
     cache._on_cpu = False
     rows = [(prompt, member) for prompt in range(3) for member in range(2)]
-    of = MultiTurnBatch if kind == "talking" else DecodeBatch
-    slots = of(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, steps=64)
-    if kind == "talking":
-        slots._forced[:, 4:7] = torch.tensor([ENDS[0], 30, 31])
+    of = MultiTurnBatch if kind == "multi_turn" else DecodeBatch
+    batch = of(cache, uniforms(5, rows, 100), sampling=sampling, end_ids=ENDS, steps=64)
+    if kind == "multi_turn":
+        batch._forced[:, 4:7] = torch.tensor([ENDS[0], 30, 31])
     with policy.eval_mode(), torch.no_grad():
-        slots.open(range(max_concurrent or 6))
+        batch.open(range(size))
         cache.reserve(3)
         for _ in range(3):
-            slots.step()
-        slots.sync(None)
+            batch.step()
+        batch.sync(None)
         cache.reserve(tokens)
-        yield slots, cache
+        yield batch, cache
 
 
-def tensors(slots, cache) -> list[torch.Tensor]:
+def tensors(batch, cache) -> list[torch.Tensor]:
     """Everything that a step reads and writes, but for weights."""
-    found = [
-        value
-        for holder in (slots, slots.support, cache)
-        for value in vars(holder).values()
-        if isinstance(value, torch.Tensor)
-    ]
+    holders = (batch, batch.support, cache)
+    found = [value for one in holders for value in vars(one).values() if isinstance(value, torch.Tensor)]
     pairs = [*cache._own._layers.values(), *cache._shared.values()]
     found += [tensor for pair in pairs for tensor in pair]
     if cache._grouping is not None:
@@ -201,91 +164,90 @@ STEPS = pytest.mark.parametrize(
     ("policy", "copied", "kind"),
     [
         *(("llama", 0, "plain"), ("gpt2", 1 << 20, "truncated")),
-        *(slow("qwen3", 0, "talking"), slow("mistral", 1 << 20, "plain"), slow("gemma", 0, "truncated")),
-        *(slow("qwen2", 1 << 20, "greedy"), slow("llama", 1 << 20, "talking"), slow("gpt2", 0, "greedy")),
+        *(slow("qwen3", 0, "multi_turn"), slow("mistral", 1 << 20, "plain"), slow("gemma", 0, "truncated")),
+        *(slow("qwen2", 1 << 20, "greedy"), slow("llama", 1 << 20, "multi_turn"), slow("gpt2", 0, "greedy")),
     ],
     indirect=["policy"],
 )
-"""All samplings with prompts once per group and copied, over all architectures."""
+"""All kinds of sampling with prompts once per group and copied, over all architectures."""
 
 
 @STEPS
 def test_a_step_looks_at_no_value(policy, monkeypatch, copied, kind):
-    with (
-        in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
-        slots.step()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (batch, _), fake:
+        batch.step()
         with pytest.raises(DataDependentOutputException):
-            slots.sync(None)  # which shows that a look is noticed
+            batch.sync(None)  # which shows that a look is noticed
 
 
 @STEPS
 def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (batch, _):
         for _ in range(12):
-            slots.step()
-        expected = slots.ids.clone(), slots.logprobs.clone(), slots._count.clone()
-        sets = None if slots.support.recent is None else slots.support.recent.clone()
-    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
+            batch.step()
+        expected = batch.ids.clone(), batch.logprobs.clone(), batch._count.clone()
+        sets = None if batch.support.recent is None else batch.support.recent.clone()
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (batch, _):
 
         def step(unused):
-            slots.step()
+            batch.step()
             return unused
 
         recorded = make_fx(step)(torch.zeros(1))  # which makes the first of the steps
         for _ in range(11):
             recorded(torch.zeros(1))
-        assert torch.equal(slots.ids, expected[0])
-        assert_close(slots.logprobs, expected[1], rtol=0, atol=1e-6)
-        assert torch.equal(slots._count, expected[2])
-        assert sets is slots.support.recent is None or torch.equal(slots.support.recent, sets)
-        assert (sets is not None) == (kind in ("truncated", "talking"))
+        assert torch.equal(batch.ids, expected[0])
+        assert_close(batch.logprobs, expected[1], rtol=0, atol=1e-6)
+        assert torch.equal(batch._count, expected[2])
+        assert sets is batch.support.recent is None or torch.equal(batch.support.recent, sets)
+        assert (sets is not None) == (kind in ("truncated", "multi_turn"))
     assert int(expected[2].max()) > 5
 
 
 @pytest.mark.slow
 @STEPS
 def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (batch, _):
         for _ in range(6):
-            slots.step()
-        expected = slots.ids.clone()
-    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (slots, _):
+            batch.step()
+        expected = batch.ids.clone()
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (batch, _):
         torch._dynamo.reset()
-        compiled = torch.compile(slots.step, fullgraph=True, backend="eager")
+        compiled = torch.compile(batch.step, fullgraph=True, backend="eager")
         for _ in range(6):
             compiled()
-        assert torch.equal(slots.ids, expected)
+        assert torch.equal(batch.ids, expected)
 
 
 @STEPS
 def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind, max_concurrent=4) as (slots, cache):
-        version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(slots, cache)]
+    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind, size=4) as (batch, cache):
+        version, before = cache.version, [(t.data_ptr(), t.shape) for t in tensors(batch, cache)]
         assert len(before) > 12
         for step in range(40):
-            slots.step()
+            batch.step()
             if step == 20:  # a completion takes the place of another
-                slots.fill([1, 3], [4, 5])
-        assert [(t.data_ptr(), t.shape) for t in tensors(slots, cache)] == before
+                batch.fill([1, 3], [4, 5])
+        assert [(t.data_ptr(), t.shape) for t in tensors(batch, cache)] == before
         assert cache.version == version
 
 
-@pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)])
-def test_attention_attend_written_out_is_the_kernels(dtype, masked):
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
-    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    bias = None
-    if masked:
-        bias = torch.zeros(3, 1, 1, 11, dtype=dtype)
-        bias[1, ..., 7:], bias[2, ..., 1:] = -torch.inf, -torch.inf
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for found, expected in zip(
-        attend_written_out(query, key, value, bias, 0.3), attend(query, key, value, bias, 0.3), strict=True
+def test_attention_written_out_is_the_kernels():
+    for dtype, masked, tolerance in (
+        (torch.float32, True, 1e-5),
+        (torch.float32, False, 1e-5),
+        (torch.bfloat16, True, 2e-2),
     ):
-        assert_close(found.float(), expected.float(), rtol=0, atol=tolerance)
+        torch.manual_seed(0)
+        query, key, value = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        bias = torch.zeros(3, 1, 1, 11, dtype=dtype) if masked else None
+        if masked:
+            bias[1, ..., 7:], bias[2, ..., 1:] = -torch.inf, -torch.inf
+        found, expected = (attention(query, key, value, bias, 0.3) for attention in (attend_written_out, attend))
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one.float(), other.float(), rtol=0, atol=tolerance)
 
 
 class FakeCuda:
@@ -344,3 +306,48 @@ def test_what_is_added_to_a_packed_layer_has_its_shape():
     for other in (torch.zeros(4, 8), torch.zeros(2, 16), torch.zeros(16)):  # which oneDNN would read beyond
         with pytest.raises(ValueError, match="is added to 16 features of"):
             packed.plus(x, other)
+
+
+# --- a budget for keys and values ------------------------------------------------------------------------------------
+
+
+def within(tokens: float, **more) -> int:
+    shape = Shape(trained=0, frozen=0, body=0, hidden=64, layers=10, intermediate=1, vocabulary=9, keys=32)
+    token = 2 * 4 * 32 * 10  # bytes of keys and values in float32
+    given = {"number_bytes": 4, "prompts": 3, "prompt_tokens": 50, "completion_tokens": 100, "shares_prompts": True}
+    return rows_within(tokens * token / GiB, shape, **given | more)
+
+
+def test_rows_within_a_budget_by_hand():
+    assert within(150 + 400) == 4  # three prompts of 50 tokens once, and four completions
+    assert within(150 + 399) == 3
+    assert within(150 + 450, copies_below=1 << 30) == 3  # each with a copy of its prompt
+    assert within(600, shares_prompts=False) == 4
+    assert within(600, shares_prompts=False, number_bytes=2) == 8
+    with pytest.raises(ValueError, match=r"rollout\.kv_cache_gib=.* must be at least 0\.0008: 3 prompts of up to 50"):
+        within(249)
+    assert composed("rollout.kv_cache_gib=0.5")["validation"]["kv_cache_gib"] == 0.5
+
+
+@pytest.mark.parametrize(("copied", "share_prompts"), [(4 << 20, True), (0, False)])
+def test_completions_beyond_a_budget_wait_and_are_the_same(llama, monkeypatch, copied, share_prompts):
+    monkeypatch.setitem(COPIED, "cpu", copied)
+    llama.share_prompts = share_prompts
+    options = PLAIN | {"max_new_tokens": 60}
+    expected = generate(llama, PROMPTS, group_size=6, sampling=Sampling(**options), seed=2)
+    held, grow = [], Buffers.grow
+
+    def watched(self, tokens: int, capacity: int) -> bool:
+        held.append((len(self[0][0]), capacity))
+        return grow(self, tokens, capacity)
+
+    monkeypatch.setattr(Buffers, "grow", watched)
+    shape, longest = llama.shape(), max(map(len, llama.tokenize(PROMPTS)))
+    token = 2 * 4 * shape.keys * shape.layers
+    gib = (4 * 60 + 3 * longest + 4 * longest) * token / GiB
+    found = generate(llama, PROMPTS, group_size=6, sampling=Sampling(**options, kv_cache_gib=gib), seed=2)
+    assert found.texts == expected.texts
+    assert torch.equal(found.ids, expected.ids)
+    if share_prompts:
+        assert 4 <= max(rows for rows, _ in held) <= 5
+        assert max(rows * capacity * token for rows, capacity in held) <= gib * GiB
