@@ -1,107 +1,48 @@
-"""What callbacks write, read back from real files."""
+"""What callbacks write and show: completions, exports, progress lines, a moving reference, seconds of phases."""
 
-import html
+import io
 import json
 import math
 import os
-import re
+import time
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning import Callback
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from rich.console import Console
 from tensorboard.plugin_util import markdown_to_safe_html
-from torch.utils.tensorboard import SummaryWriter
+from torch.testing import assert_close
 
-from grpo_lightning.callbacks.completions import completions_table, escape_markdown, fence
-from grpo_lightning.callbacks.tensorboard import hparams_columns
-from grpo_lightning.checkpoint import rewind
-from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
+from grpo_lightning.callbacks.completions import completions_table, fence
+from grpo_lightning.callbacks.progress import describe_metrics, outcome_metric, progress_bar
+from grpo_lightning.callbacks.reference import ReferenceRefresh
+from grpo_lightning.checkpoint.io import read
+from grpo_lightning.clock import Clock
 from grpo_lightning.config.redaction import escape_control
-from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.report.comparison import compare
-from grpo_lightning.report.runs import read_run
-from grpo_lightning.sweep import is_finished
-from grpo_lightning.types import Prompts, Scored
-from tests.support.running import small_run
-from tests.test_rollout import Fixed
-
-
-def scalars(directory) -> dict[str, list[tuple[int, float]]]:
-    found = EventAccumulator(str(directory), size_guidance={"scalars": 0}, purge_orphaned_data=False)
-    found.Reload()
-    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-
-
-def test_events_are_cut_back_to_the_recorded_length(tmp_path):
-    writer = SummaryWriter(str(tmp_path), filename_suffix=rewind.EVENTS_SUFFIX)
-    writer.add_scalar("x", 1.0, 1)
-    writer.flush()
-    known = rewind.event_lengths(tmp_path)
-    writer.add_scalar("x", 2.0, 2)
-    writer.close()
-    later = SummaryWriter(str(tmp_path), filename_suffix=f".later{rewind.EVENTS_SUFFIX}")
-    later.add_scalar("x", 3.0, 3)
-    later.close()
-    assert sorted(step for step, _ in scalars(tmp_path)["x"]) == [1, 2, 3]
-    rewind.rewind_events(tmp_path, known)
-    assert scalars(tmp_path)["x"] == [(1, 1.0)]
-    assert rewind.event_lengths(tmp_path) == known
-    rewind.rewind_events(tmp_path, {})
-    assert rewind.event_lengths(tmp_path) == {}
-
-
-def test_a_checkpoint_is_whole_or_the_old_one(tmp_path, monkeypatch):
-    path, io = tmp_path / "new" / "last.ckpt", AtomicCheckpointIO()
-    io.save_checkpoint({"step": {"completed": 1}, "w": torch.ones(2)}, path)
-
-    def interrupted(*arguments):
-        arguments[1].write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(torch, "save", interrupted)
-    with pytest.raises(OSError, match="disk full"):
-        io.save_checkpoint({"step": {"completed": 2}}, path)
-    assert io.load_checkpoint(path)["step"] == {"completed": 1}
-    assert os.listdir(path.parent) == ["last.ckpt"]
-    io.remove_checkpoint(path)
-    assert not path.exists()
-
-
-def test_a_checkpoint_with_code_or_of_another_program_is_refused(tmp_path):
-    torch.save({"step": print}, tmp_path / "code.ckpt")
-    with pytest.raises(Exception, match="holds more than tensors and plain values"):
-        read(tmp_path / "code.ckpt")
-    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match=r"other.ckpt was not written by this program"):
-        read(tmp_path / "other.ckpt")
-
+from grpo_lightning.console import format_number
+from grpo_lightning.types import Prompts, Sampled, Scored
+from tests.support.board import events, scalars
+from tests.support.running import small_module, small_run
 
 HOSTILE = [
-    "plain",
     "``` breaks out ``` <script>alert(1)</script>",
     "`````\n# heading\n`````",
     "bell \x07 escape \x1b[31m red \x00 override \u202e rtl",
+    "a | b |\n|---|\n![x](http://e.vil/p.png) <img src=x> &lt;b&gt;",
     "",
 ]
 
 
-def test_a_completion_cannot_leave_its_fence():
-    for text in HOSTILE:
-        fenced = fence(escape_control(text))
-        opening, *body, closing = fenced.split("\n")
-        marks = opening.removesuffix("text")
-        assert set(marks) == {"`"}
-        assert len(marks) >= 3
-        assert closing == marks
-        assert marks not in "\n".join(body)
-        assert not any((ord(c) < 32 and c not in "\n\t") or c in "\u202e\x1b" for c in fenced)
-
-
 def scored_rows() -> Scored:
     """Two prompts, three completions each; the second prompt is a chat."""
-    sampled = Fixed().sample(("p", "q"), group_size=3, sampling=None, seed=0)
+    mask = torch.arange(3) < torch.tensor([1, 2, 3, 1, 3, 2])[:, None]
+    zeros, ids = torch.zeros(6, 3), torch.zeros(6, 5, dtype=torch.long)
+    attention = torch.cat([torch.ones(6, 2, dtype=torch.bool), mask], 1)
+    finished = (True, True, False, True, False, True)
+    sampled = Sampled(ids, attention, mask, zeros, zeros, ("a", "b", "ab", "", "abc", "q"), finished)
     rewards = {"total": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]), "format": torch.full((6,), math.nan)}
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q?"}]
     right, nothing = torch.zeros(6, dtype=torch.bool), torch.zeros(6, 1)
@@ -110,105 +51,60 @@ def scored_rows() -> Scored:
 
 
 def test_a_table_of_completions_has_a_row_for_each():
-    scored = scored_rows()
-    table = completions_table(scored, torch.arange(6) / 8, max_rows=200, max_characters=100)
+    table = completions_table(scored_rows(), torch.arange(6) / 8, max_rows=200, max_characters=100)
     assert table.columns == ["prompt", "answer", "completion", "length", "end", "total", "format", "advantage"]
     assert len(table.rows) == 6
-    length, end = int(scored.sampled.mask[4].sum()), "end" if scored.sampled.finished[4] else "cut"
-    expected = ["[system] be brief\n\n[user] q?", "|8|", scored.sampled.texts[4], length, end, 4.0, None, 0.5]
-    assert table.rows[4] == expected
-    assert "```text\n[system] be brief\n\n[user] q?\n```\n\n**Answer** &#124;8&#124;" in table.page
-    assert f"| {scored.sampled.texts[4]} | {length} | {end} | 4 | - | 0.5 |" in table.page
+    assert table.rows[4] == ["[system] be brief\n\n[user] q?", "|8|", "abc", 3, "cut", 4.0, None, 0.5]
+    assert "```text\nprompt: [system] be brief\n\n[user] q?\nanswer: |8|\n\n(1) length=1" in table.page
+    assert "(2) length=3  end=cut  total=4  format=None  advantage=0.5\nabc\n" in table.page
 
 
-def test_a_table_ends_after_the_last_whole_group_and_says_so():
+def test_a_table_has_whole_groups_and_cuts_texts_but_no_secrets():
     table = completions_table(scored_rows(), max_rows=5, max_characters=100)
     assert [row[0] for row in table.rows] == ["p"] * 3
-    assert "advantage" not in table.columns
     assert table.page.endswith("*The first 3 of 6 completions.*")
     assert len(completions_table(scored_rows(), max_rows=2, max_characters=100).rows) == 2
+    short = completions_table(scored_rows(), max_rows=3, max_characters=1)
+    assert [row[2] for row in short.rows] == ["a", "b", "a […]"]
+    secret = replace(scored_rows(), prompts=Prompts(("say hf_" + 24 * "a", "q"), {}))
+    assert completions_table(secret, max_rows=3, max_characters=14).rows[0][0] == "say REDACTED"
 
 
-def test_long_texts_are_cut_visibly():
-    table = completions_table(scored_rows(), max_rows=3, max_characters=1)
-    assert [row[2] for row in table.rows] == ["a", "b", "a […]"]
-
-
-def test_no_part_of_a_secret_is_left_by_a_cut():
-    scored = replace(scored_rows(), prompts=Prompts(("say hf_" + 24 * "a", "q"), {}))
-    table = completions_table(scored, max_rows=3, max_characters=14)
-    assert table.rows[0][0] == "say REDACTED"
-
-
-def test_a_completion_in_a_table_is_shown_and_nothing_else():
-    for text in (*HOSTILE, "a | b |\n|---|\n", "![x](http://e.vil/p.png)", "<img src=x>", "&lt;b&gt;"):
-        page = markdown_to_safe_html(
-            f"| completion | end |\n|---|---:|\n| {escape_markdown(escape_control(text))} | cut |"
-        )
-        cells = re.findall(r"<td[^>]*>(.*?)</td>", page, re.DOTALL)
-        assert len(cells) == 2, page
-        assert cells[1] == "cut"
-        assert not re.findall(r"<(?!br\b)", cells[0])
-        shown = html.unescape(re.sub(r"<br ?/?>", "\n", cells[0]))
-        assert shown.split() == escape_control(text).split()
-
-
-def test_columns_of_a_run_are_what_was_asked_for_and_then_its_parts():
-    settings = {
-        "steps": 7,
-        "seed": 0,
-        "loss": {"kl_coef": 0.5},
-        "reward": {"accuracy": {"weight": 1}, "format": {}},
-        "policy": {"stop": ["a"], "share": True},
-        "run_dir": "/x",
-    }
-    words = ["+loss.kl_coef=0.5", "policy.stop=[a]", "algorithm=dapo", "policy.share=true", "run_dir=/x", "~a=b"]
-    words += ["callbacks.samples.every=2", "logger=csv", "reward=[accuracy]", "gone.key=1"]
-    choices = {"algorithm": "dapo", "policy": "tiny", "logger": "csv"}
-    shown = hparams_columns(settings, words, choices, ["algorithm", "reward", "policy", "data"])
-    assert list(shown.items()) == [
-        ("loss.kl_coef", 0.5),
-        ("policy.stop", "['a']"),
-        ("algorithm", "dapo"),
-        ("policy.share", "True"),
-        ("reward", "accuracy+format"),
-        ("policy", "tiny"),
-    ]
+def test_a_completion_is_shown_and_nothing_else():
+    for text in HOSTILE:
+        fenced = fence(escape_control(text))
+        opening, *body, closing = fenced.split("\n")
+        assert opening == f"{closing}text"
+        assert set(closing) == {"`"}
+        assert closing not in "\n".join(body)
+        assert not any((ord(c) < 32 and c not in "\n\t") or c in "\u202e\x1b" for c in fenced)
+        page = markdown_to_safe_html(fenced)
+        assert page.count("<") == 4  # pre, code, and their ends
+        assert page.startswith("<pre><code")
 
 
 @pytest.mark.slow
-def test_an_export_replaces_nothing_but_an_export(tmp_path, monkeypatch):
+def test_an_export_has_the_mode_of_new_files_and_replaces_nothing_but_an_export(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
-    small_run(tmp_path / "empty", f"callbacks.export.directory={home}")
-    assert (home / "config.json").exists()
-    small_run(tmp_path / "again", f"callbacks.export.directory={home}")
+    for mask, expected in ((0o077, 0o600), (0o002, 0o664)):
+        before = os.umask(mask)
+        try:
+            small_run(tmp_path / f"{expected}", f"callbacks.export.directory={home}")
+        finally:
+            os.umask(before)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in home.rglob("*") if path.is_file()}
+        assert "model.safetensors" in modes
+        assert set(modes.values()) == {expected}
     (home / "README.md").write_text("my own model")
-    (tmp_path / "file").write_text("mine")
-    monkeypatch.setattr(GRPOLightningModule, "training_step", lambda *_: pytest.fail("a step was made"))
-    for place in (home, tmp_path / "file"):
-        with pytest.raises(ValueError, match=rf"callbacks.export.directory={place} holds other files than an export"):
-            small_run(tmp_path / f"refused_{place.name}", f"callbacks.export.directory={place}")
+    with pytest.raises(ValueError, match=rf"callbacks.export.directory={home} holds other files than an export"):
+        small_run(tmp_path / "refused", f"callbacks.export.directory={home}")
+    assert json.loads((tmp_path / "refused" / "summary.json").read_text())["steps"] == 0
     assert (home / "README.md").read_text() == "my own model"
-    assert (home / "config.json").exists()
-    mine = tmp_path / "run" / "export" / "mine.txt"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("mine")
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    (tmp_path / "run" / "export" / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"hydra.run.dir/export=.*export holds other files than an export"):
         small_run(tmp_path / "run", "mode=export")
-    assert mine.read_text() == "mine"
-
-
-@pytest.mark.parametrize("mask, expected", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_exported_files_have_the_mode_of_new_files(mask, expected, tmp_path):
-    before = os.umask(mask)
-    try:
-        small_run(tmp_path)
-    finally:
-        os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "export").rglob("*") if path.is_file()}
-    assert "model.safetensors" in modes
-    assert set(modes.values()) == {expected}
 
 
 class Stop(Callback):
@@ -222,66 +118,202 @@ class Stop(Callback):
 
 
 @pytest.mark.slow
-def test_a_run_that_a_callback_ends_has_its_last_step_saved(tmp_path):
+def test_a_run_that_a_callback_ends_has_its_last_step_saved_and_continues(tmp_path, caplog):
+    def summary():
+        content = json.loads((tmp_path / "summary.json").read_text())
+        return content["status"], content["steps"]
+
     small_run(tmp_path, "steps=6", "+callbacks.stop={_target_: tests.test_callbacks.Stop, step: 3}")
     assert read(tmp_path / "checkpoints" / "last.ckpt")["step"]["completed"] == 3
+    assert summary() == ("stopped", 3)
+    assert "a callback has ended the run after 3 of 6 steps" in caplog.text
+    stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, patience: 1, mode: max}"
+    given = ("steps=6", "validation.every=1", "optimizer.lr=1e-12", f"+callbacks.stop={stop}")
+    small_run(tmp_path, *given, "checkpoint=last")
+    assert summary() == ("stopped", 5)  # the first validation is the best, the second no better
     small_run(tmp_path, "steps=6", "checkpoint=last")
+    assert summary() == ("finished", 6)
     assert [step for step, _ in scalars(tmp_path / "tensorboard")["reward/total"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_writes_scalars_texts_histograms_and_settings(tmp_path, capsys):
-    module = small_run(
-        tmp_path, "steps=4", "validation.every=2", "callbacks.samples.every=3", "callbacks.progress.every=1"
-    )
-    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0, "histograms": 0})
-    found.Reload()
-    tags = found.Tags()
-    written = scalars(tmp_path / "tensorboard")
+def test_a_run_writes_scalars_texts_histograms_settings_and_lines(tmp_path, capsys):
+    words = ("steps=4", "validation.every=2", "callbacks.samples.every=3", "callbacks.progress.every=1")
+    module = small_run(tmp_path, *words)
+    board, written = events(tmp_path / "tensorboard"), scalars(tmp_path / "tensorboard")
     for name in (
         *("reward/total", "reward/custom", "reward/format", "reward/std", "advantage/mean", "advantage/std"),
         *("policy/kl_divergence", "policy/entropy", "policy/clip_fraction", "policy/ratio_mean", "policy/ratio_max"),
         *("loss/total", "loss/policy", "loss/kl", "group/all_right", "group/all_wrong", "group/mixed"),
         *("completion/length_mean", "completion/length_max", "completion/truncated_fraction"),
-        *("optim/grad_norm", "optim/lr", "optim/skipped"),
+        *("optim/grad_norm", "optim/lr", "optim/skipped", "perf/tokens_per_second", "perf/peak_memory_gb"),
         *("time/rollout", "time/reward", "time/score", "time/update", "time/step"),
-        *("perf/tokens_per_second", "perf/peak_memory_gb"),
     ):
         assert [step for step, _ in written[name]] == [1, 2, 3, 4], name
     for name in ("val/reward/total", "val/reward/custom", "val/pass@1", "val/pass@4", "val/maj@4"):
         assert [step for step, _ in written[name]] == [0, 2, 4], name
     assert written["reward/total"][-1][1] == pytest.approx(module.metrics["reward/total"])
-    assert set(tags["histograms"]) == {
-        f"~histogram/{name}" for name in ("reward_total", "advantage", "completion_length", "policy_ratio")
-    }
-    assert not set(tags["histograms"]) & set(tags["scalars"])
-    assert [event.step for event in found.Histograms("~histogram/completion_length")] == [1, 3]
-    tables = {name: f"completions/{name}/text_summary" for name in ("train", "validation")}
-    assert [event.step for event in found.Tensors(tables["train"])] == [1, 3]
-    assert [event.step for event in found.Tensors(tables["validation"])] == [0, 2, 4]
-    page = found.Tensors(tables["train"])[0].tensor_proto.string_val[0].decode()
-    assert page.count("**Prompt ") == 2
-    assert len([line for line in page.splitlines() if line.startswith("| ")]) == 2 * (1 + 4)
-    assert "_hparams_/session_start_info" in str(found.summary_metadata.keys()) or any(
-        "hparams" in tag for tag in found.summary_metadata
-    )
+    names = {f"~histogram/{name}" for name in ("reward_total", "advantage", "completion_length", "policy_ratio")}
+    assert set(board.Tags()["histograms"]) == names
+    assert [event.step for event in board.Histograms("~histogram/completion_length")] == [1, 3]
+    tables = {name: board.Tensors(f"completions/{name}/text_summary") for name in ("train", "validation")}
+    assert [event.step for event in tables["train"]] == [1, 3]
+    assert [event.step for event in tables["validation"]] == [0, 2, 4]
+    page = tables["train"][0].tensor_proto.string_val[0].decode()
+    assert (page.count("**Prompt "), page.count(") length=")) == (2, 8)
+    assert (tmp_path / "tensorboard" / "hparams.yaml").exists()
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["0/4", "1/4", "2/4", "3/4", "4/4"]
-    assert "pass@1" in lines[0]
-    assert "reward" in lines[-1]
+    assert ["pass@1" in line for line in lines] == [True, False, True, False, True]
+    assert all("reward" in line for line in lines[1:])
+
+
+TRAINING = {
+    **{"reward/accuracy": 0.4512, "reward/total": 0.548, "policy/kl_divergence": 0.00812, "reward/format": 0.98},
+    **{"advantage/mean": -1e-9, "advantage/std": 0.3219, "perf/tokens_per_second": 812.4},
+}
+
+
+def module(metrics, *, right="accuracy", done=10, validated=0, steps=500):
+    scorer = SimpleNamespace(rewards={right: None} if right else {}, outcome_name=right)
+    return SimpleNamespace(
+        metrics=metrics,
+        validation=SimpleNamespace(scorer=scorer, every=20),
+        completed_steps=done,
+        validated_at=validated,
+        steps=steps,
+        clock=SimpleNamespace(phase="rollout"),
+    )
+
+
+def test_numbers_are_short():
+    for value, shown in (
+        *((0.98, ".98"), (1.0, "1.00"), (0.0, ".00"), (-0.05, "-.05"), (0.996, "1.00"), (0.0083, ".01")),
+        *((0.0031, ".0031"), (12.345, "12.3"), (-1234567.0, "-1.23e+06"), (10.04, "10")),
+    ):
+        assert format_number(value, 2) == shown
+
+
+def test_a_line_shows_what_is_known_the_outcome_first():
+    assert describe_metrics(module({}), room=80) == ""
+    assert describe_metrics(module({"val/pass@1": 0.2612}, done=0), room=80) == "pass@1 .26"
+    line = "accuracy .45  reward .55  kl .0081  format .98  advantage ±.32  tok/s 812"
+    for room, expected in (
+        *((len(line), line), (len(line) - 1, line.removesuffix("  tok/s 812"))),
+        *((12, "accuracy .45"), (10, "accura .45"), (3, ".45"), (2, "")),
+    ):
+        assert describe_metrics(module(TRAINING), room=room) == expected
+    for metrics, right, expected in (
+        (TRAINING, "accuracy", "reward/accuracy"),
+        ({"reward/total": 1.0}, "absent", "reward/total"),
+        ({"reward/total": 1.0}, "", "reward/total"),
+        ({"loss/total": 2.3}, "accuracy", "loss/total"),
+        ({"val/pass@1": 0.2}, "accuracy", None),
+    ):
+        assert outcome_metric(module(metrics, right=right)) == expected
+    metrics = {"reward/accuracy": 0.98, "val/pass@1": 0.26}
+    assert describe_metrics(module(metrics), room=80) == "accuracy .98"  # the validation is an old one
+    assert describe_metrics(module(metrics), room=80, keep_old=True) == "accuracy .98  pass@1 .26 (step 0)"
+    assert describe_metrics(module(metrics, validated=10), room=80) == "accuracy .98  pass@1 .26"
+
+
+def test_wild_numbers_and_names_fit_the_bar_and_the_line():
+    wild = {
+        **{"reward/accuracy": -1234.5678, "reward/total": -99999.0, "val/pass@1": 0.97, "loss/total": -1e-30},
+        **{"policy/kl_divergence": 1.23e-11, "advantage/std": 1e9, "perf/tokens_per_second": 1234567.0},
+    }
+    trainer = SimpleNamespace(validating=False, sanity_checking=False)
+    for columns, right, left_out in product((40, 80, 140), ("accuracy", "a_long_name" * 9), (None, *wild)):
+        metrics = {n.replace("accuracy", right): value for n, value in wild.items() if n != left_out}
+        console = Console(file=io.StringIO(), force_terminal=True, width=columns, color_system=None)
+        state = module(metrics, right=right, done=99_000, validated=98_000, steps=100_000)
+        bar = progress_bar(state, trainer, console)
+        bar.add_task("fit", total=state.steps, completed=state.completed_steps)
+        [line] = console.render_lines(bar.get_renderable(), pad=False)
+        text = "".join(segment.text for segment in line)
+        assert len(text.rstrip("\n")) <= columns
+        assert "100000" in text
+        assert len(describe_metrics(state, room=columns - 25, keep_old=True)) <= columns - 25
+
+
+def test_a_validation_alone_has_the_checkpoints_step_and_long_names_fit(tmp_path, capsys):
+    long = "a_reward_whose_name_is_longer_than_a_line_of_a_terminal"
+    function = "{_target_: tests.support.rewards.vowels, _partial_: true}"
+    reward = f"+reward.{long}={{_target_: grpo_lightning.reward.RewardSpec, function: {function}, weight: 1.0}}"
+    words = (reward, f"rollout.outcome={long}", "callbacks.progress.every=1")
+    small_run(tmp_path, "steps=3", "validation.every=3", *words)
+    small_run(tmp_path, "mode=validate", "checkpoint=last", "steps=1", *words)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["0/3", "1/3", "2/3", "3/3", "3"]
+    assert all(len(line) <= 80 for line in lines)
+    assert all(long[:24] in line for line in lines[1:4])
+
+
+REFRESHED = ("callbacks=reference_refresh", "optimizer.lr=0.02", "loss.kl_coef=0.5")
+
+
+@pytest.mark.parametrize(("every", "alpha"), [(2, 1.0), (1, 0.25)])
+def test_a_reference_moves_towards_the_policy(every, alpha, tmp_path, monkeypatch):
+    seen = []
+    plain = ReferenceRefresh.on_train_batch_end
+
+    def flat(model):
+        return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+    def recording(callback, trainer, module, *rest):
+        before = flat(module.reference)
+        plain(callback, trainer, module, *rest)
+        seen.append((flat(module.policy), before, flat(module.reference)))
+
+    monkeypatch.setattr(ReferenceRefresh, "on_train_batch_end", recording)
+    settings = (f"callbacks.reference.every={every}", f"callbacks.reference.alpha={alpha}")
+    small_run(tmp_path, *REFRESHED, *settings, "steps=4")
+    for step, (policy, before, after) in enumerate(seen, 1):
+        share = alpha if step % every == 0 else 0.0
+        assert_close(after, share * policy + (1 - share) * before, rtol=1e-6, atol=1e-7)
+        assert (policy - before).abs().max() > 1e-4
 
 
 @pytest.mark.slow
-def test_a_run_that_a_callback_ends_says_so(tmp_path, caplog):
-    stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/pass@1, patience: 1, mode: max}"
-    given = ("steps=6", "validation.every=1", "optimizer.lr=1e-12", f"+callbacks.stop={stop}")
-    small_run(tmp_path / "run", *given)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    made = summary["steps"]
-    assert (summary["status"], made) == ("stopped", 2)  # the first validation is the best, the second no better
-    assert f"a callback has ended the run after {made} of 6 steps" in caplog.text
-    record = read_run(tmp_path / "run")
-    assert is_finished(record, 6)
-    assert list(compare([record]).unfinished) == []
-    small_run(tmp_path / "run", "steps=6", "validation.every=1", "checkpoint=last")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("finished", 6)
+def test_a_continued_run_has_the_reference_it_had(tmp_path):
+    overrides = (*REFRESHED, "callbacks.reference.every=2", "callbacks.reference.alpha=0.6")
+    whole = small_run(tmp_path / "whole", *overrides, "steps=5")
+    small_run(tmp_path / "broken", *overrides, "steps=1")
+    early = torch.load(tmp_path / "broken" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert "ReferenceRefresh" not in early["callbacks"]  # it has not moved yet
+    for steps in (3, 5):
+        continued = small_run(tmp_path / "broken", *overrides, f"steps={steps}", "checkpoint=last")
+    for model in ("policy", "reference"):
+        for name, parameter in getattr(whole, model).named_parameters():
+            assert torch.equal(dict(getattr(continued, model).named_parameters())[name], parameter), name
+
+
+def test_a_refresh_that_cannot_be_is_refused():
+    for settings in ({"every": 0, "alpha": 1.0}, {"every": 1, "alpha": 0.0}, {"every": 1, "alpha": 1.5}):
+        with pytest.raises(ValueError, match="use every >= 1 and 0 < alpha <= 1"):
+            ReferenceRefresh(**settings)
+    with pytest.raises(ValueError, match=r"no reference to refresh; set loss.kl_coef or rollout.kl_penalty"):
+        ReferenceRefresh(every=1, alpha=1.0).on_fit_start(None, small_module("loss.kl_coef=0"))
+
+
+def test_queued_work_counts_towards_the_phase_that_has_queued_it(monkeypatch):
+    now = queued = 0.0
+
+    def synchronize():
+        nonlocal now, queued
+        now, queued = now + queued, 0.0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = Clock()
+    queued = 100.0  # of the step before
+    clock.restart()
+    queued += 1.0  # between phases
+    with clock("rollout"):
+        queued += 2.0
+    with clock("update"):
+        now += 0.5
+        queued += 4.0
+    queued += 8.0
+    assert clock.read() == {"rollout": 2.0, "update": 4.5, "step": 1.0 + 2.0 + 4.5 + 8.0}

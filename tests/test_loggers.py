@@ -1,8 +1,10 @@
-"""What happens to a run whose logs cannot be written: it is said once, and everything else is as it was."""
+"""TensorBoard, CSV files, W&B and MLflow: what they get, over kills and restarts, and when they fail."""
 
+import csv
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -10,26 +12,207 @@ import pytest
 import torch
 from lightning import Callback
 from lightning.pytorch import loggers
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from grpo_lightning.logger.base import SafeLogger, TensorBoardLogger
-from grpo_lightning.logger.csv import CSVLogger
-from tests.support.running import small_run
-from tests.test_callbacks import scalars
+import grpo_lightning
+from grpo_lightning.callbacks.tensorboard import chart_layout, hparams_columns
+from grpo_lightning.logger.base import SafeLogger, TensorBoardLogger, load_run_id, save_run_id
+from grpo_lightning.logger.csv import CSVLogger, read_rows, rewind, write_rows
+from grpo_lightning.run import Run
+from tests.support.board import events, scalars
+from tests.support.composed import build, composed
+from tests.support.running import SMALL, same, small_run
 
-RUN = ("steps=6", "validation.every=3", "callbacks.checkpoint.every=1", "callbacks.samples.every=1")
+TIMED = ("time/", "perf/")
+
+
+class Photograph(Callback):
+    """Copies the run's directory within a step, as it would be found after ``kill -9``."""
+
+    def __init__(self, source: str, target: str, step: int) -> None:
+        self.source, self.target, self.step = source, target, step
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if module.completed_steps == self.step:
+            for logger in trainer.loggers:
+                logger.save()
+            trainer.loggers[0].experiment.flush()
+            shutil.copytree(self.source, self.target)
+
+
+def rows(directory):
+    with (directory / "csv" / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """An unbroken run, and the same one killed in step 3 and continued; the rows of metrics.csv before that."""
+    place = tmp_path_factory.mktemp("runs")
+    logged = ("steps=4", "validation.every=2", "callbacks.samples.every=1", "logger=[tensorboard,csv]")
+    chosen = ["seed=1", "optimizer.lr=0.01"]
+
+    def run(name, *more):
+        words = [*SMALL, *logged, *chosen, f"run_dir={place / name}", *more]
+        choices = {"algorithm": "grpo", "policy": "scratch"}
+        Run(composed(*words), build(*words), overrides=chosen, directory_given=True, choices=choices).execute()
+
+    photograph = (
+        f"{{_target_: tests.test_loggers.Photograph, source: {place}/whole, target: {place}/continued, step: 3}}"
+    )
+    run("whole", f"+callbacks.photograph={photograph}", "callbacks.checkpoint.every=2")
+    before = rows(place / "continued")
+    run("continued", "checkpoint=last", "callbacks.checkpoint.every=2")
+    return place / "whole", place / "continued", before
+
+
+@pytest.mark.slow
+def test_a_continued_run_has_every_step_once(runs):
+    whole, continued, before = runs
+    assert [row["step"] for row in before] == ["0", "1", "2", "3"]
+    expected, found = rows(whole), rows(continued)
+    assert [row["step"] for row in found] == ["0", "1", "2", "3", "4"]
+    for row, other in zip(found, expected, strict=True):
+        assert all(row[key] == value for key, value in other.items() if not key.startswith(TIMED))
+    with (continued / "csv" / "completions_train.csv").open(newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == [str(step) for step in (1, 2, 3, 4) for _ in range(8)]
+    for tag, points in scalars(continued / "tensorboard").items():
+        assert [step for step, _ in points] == ([0, 2, 4] if tag.startswith("val/") else [1, 2, 3, 4]), tag
+    tags = [
+        tag for kind in ("scalars", "histograms", "tensors") for tag in events(continued / "tensorboard").Tags()[kind]
+    ]
+    assert len(tags) == len(set(tags)) > 40
+
+
+@pytest.mark.slow
+def test_charts_show_metrics_that_there_are_and_hparams_what_was_asked_for(runs):
+    board = events(runs[1] / "tensorboard")
+    [layout] = board.Tensors("custom_scalars__config__")
+    charts = layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0])
+    assert [category.title for category in charts.category] == ["Progress", "Health", "Speed"]
+    patterns = [tag for category in charts.category for chart in category.chart for tag in chart.multiline.tag]
+    assert patterns[0] == "^val/pass@1$"
+    for pattern in patterns:
+        assert any(re.match(pattern, tag) for tag in board.Tags()["scalars"]), pattern
+    start = board.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    shown = HParamsPluginData.FromString(start).session_start_info.hparams
+    assert {name: value.string_value or value.number_value for name, value in shown.items()} == {
+        **{"seed": 1, "optimizer.lr": 0.01},
+        **{"algorithm": "grpo", "policy": "scratch", "reward": "custom+format"},
+    }
+
+
+def test_charts_and_columns_by_hand():
+    assert chart_layout(["loss/total", "optim/lr"]) == {
+        "Progress": {"loss": ("Multiline", ["^loss/total$"])},
+        "Speed": {"learning rate": ("Multiline", ["^optim/lr$"])},
+    }
+    assert "loss" not in chart_layout(["loss/total", "reward/total"])["Progress"]
+    assert list(chart_layout(["val/pass@16"])["Progress"]) == ["pass@k and maj@k"]
+    settings = {
+        **{"steps": 7, "loss": {"kl_coef": 0.5}, "reward": {"accuracy": {"weight": 1}, "format": {}}},
+        **{"policy": {"stop": ["a"], "share": True}, "run_dir": "/x"},
+    }
+    words = ["+loss.kl_coef=0.5", "policy.stop=[a]", "algorithm=dapo", "policy.share=true", "run_dir=/x", "~a=b"]
+    words += ["callbacks.samples.every=2", "logger=csv", "reward=[accuracy]", "gone.key=1"]
+    choices = {"algorithm": "dapo", "policy": "tiny", "logger": "csv"}
+    assert list(hparams_columns(settings, words, choices, ["algorithm", "reward", "policy", "data"]).items()) == [
+        *(("loss.kl_coef", 0.5), ("policy.stop", "['a']"), ("algorithm", "dapo"), ("policy.share", "True")),
+        *(("reward", "accuracy+format"), ("policy", "tiny")),
+    ]
+
+
+def csv_logger(place, every=1):
+    return CSVLogger(place, name="", version="csv", flush_logs_every_n_steps=every)
+
+
+def text(place, name="metrics.csv"):
+    return (place / "csv" / name).read_text().splitlines()
+
+
+def test_a_step_is_one_row_and_another_process_may_have_new_columns(tmp_path):
+    first = csv_logger(tmp_path)
+    for values, step in (({"val": 0.5}, 0), ({"a": 1.0}, 1), ({"a": 2.0}, 2), ({"val": 0.25}, 2)):
+        first.log_metrics(values, step=step)
+    assert text(tmp_path) == ["step,val,a", "0,0.5,", "1,,1.0", "2,0.25,2.0"]
+    with (tmp_path / "csv" / "metrics.csv").open("a") as file:
+        file.write("x,1.0,2.0\n3")  # a row of no step, and one that was cut off
+    second = csv_logger(tmp_path)
+    second.log_metrics({"b": 4.0, "a": 3.0}, step=3)
+    second.log_metrics({"a": 5.0}, step=4)
+    assert text(tmp_path) == ["step,val,a,b", "0,0.5,,", "1,,1.0,", "2,0.25,2.0,", "3,,3.0,4.0", "4,,5.0,"]
+    second.log_table("t", ["a"], [[1], [2]], step=1)
+    second.log_table("t", ["a", "b"], [[3, 4]], step=2)
+    assert text(tmp_path, "t.csv") == ["step,a,b", "1,1,", "1,2,", "2,3,4"]
+
+
+def test_rows_wait_until_they_are_saved(tmp_path):
+    logger = csv_logger(tmp_path, every=100)
+    for values, step in (({"a": 1.0}, 3), ({"b": 2.0}, 3), ({"a": 4.0}, 5)):
+        logger.log_metrics(values, step=step)
+    logger.save()
+    assert text(tmp_path) == ["step,a,b", "3,1.0,2.0", "5,4.0,"]
+    logger.experiment.log_metrics({"a": 6.0})  # without a step: the one after the last
+    logger.log_metrics({"a": 7.0}, step=4)
+    logger.save()
+    assert text(tmp_path) == ["step,a,b", "3,1.0,2.0", "4,7.0,", "5,4.0,", "6,6.0,"]
+
+
+def test_csv_files_go_back_to_a_step_and_foreign_ones_stay(tmp_path, monkeypatch):
+    logger = csv_logger(tmp_path)
+    for step in (1, 2, 3):
+        logger.log_metrics({"a": 1.5}, step=step)
+        logger.log_table("completions/train", ["text"], [[f"{step}\n,x"]], step=step)
+    (tmp_path / "csv" / "mine.csv").write_text("step,loss\n7,1\n")
+    rewind([logger], 2)
+    assert text(tmp_path) == ["step,a", "1,1.5", "2,1.5"]
+    tables = list(read_rows(tmp_path / "csv" / "completions_train.csv"))
+    assert tables == [{"step": "1", "text": "1\n,x"}, {"step": "2", "text": "2\n,x"}]
+    logger.log_metrics({"a": 3.5}, step=3)
+    assert text(tmp_path)[-1] == "3,3.5"
+    rewind([logger], -1)
+    assert text(tmp_path, "mine.csv") == ["step,loss", "7,1"]
+    assert [path.name for path in (tmp_path / "csv").iterdir()] == ["mine.csv"]
+    write_rows(tmp_path / "x.csv", [{"step": 1, "a": 2.0}])
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: no_room())
+    with pytest.raises(OSError, match="No space left"):
+        write_rows(tmp_path / "x.csv", [{"step": 7}])
+    assert (tmp_path / "x.csv").read_text().splitlines() == ["step,a", "1,2.0"]
+
+
+def test_no_cell_is_a_formula(tmp_path):
+    evil = "=cmd|' /C calc'!A0"
+    logger = csv_logger(tmp_path)
+    logger.log_table("completions/train", ["text"], [[evil], ["a\n,b"]], step=1)
+    logger.log_metrics({evil: 1.0, "loss/total": 2.0}, step=1)
+    assert [row["text"] for row in read_rows(tmp_path / "csv" / "completions_train.csv")] == [f"'{evil}", "a\n,b"]
+    assert text(tmp_path) == [f"step,'{evil},loss/total", "1,1.0,2.0"]
+
+
+@pytest.mark.slow
+def test_a_validation_is_logged_alone_but_not_into_the_logs_of_a_training(tmp_path):
+    module = small_run(tmp_path / "alone", "mode=validate", "logger=csv")
+    [row] = rows(tmp_path / "alone")
+    assert row.pop("step") == "0"
+    assert {name: float(value) for name, value in row.items()} == module.metrics
+    small_run(tmp_path / "trained", "logger=csv")
+    before = text(tmp_path / "trained")
+    small_run(tmp_path / "trained", "mode=validate", "logger=csv", "checkpoint=last")
+    assert text(tmp_path / "trained") == before
 
 
 class Remove(Callback):
-    """``rm -r`` of a directory in the middle of step ``step``."""
+    """``rm -r`` of directories in the middle of a step."""
 
     def __init__(self, directory: str, step: int) -> None:
-        self.directory = directory
-        self.step = step
+        self.directory, self.step = Path(directory), step
 
     def on_train_batch_start(self, trainer, module, *_):
         if module.completed_steps + 1 == self.step:
-            shutil.rmtree(self.directory)
+            for name in ("tensorboard", "csv"):
+                shutil.rmtree(self.directory / name)
 
 
 class Failing(SafeLogger, loggers.CSVLogger):
@@ -39,83 +222,55 @@ class Failing(SafeLogger, loggers.CSVLogger):
         raise ConnectionError("no service")
 
 
-def trained(directory: Path) -> dict[str, torch.Tensor]:
-    return torch.load(directory / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+def no_room(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def warnings_of(caplog) -> list[str]:
+def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if "training goes on" in record.getMessage()]
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("unbroken")
-    small_run(directory, *RUN)
-    return trained(directory)
-
-
 @pytest.mark.slow
-def test_a_removed_log_directory_costs_the_removed_logs_only(unbroken, tmp_path, caplog):
-    logs = tmp_path / "tensorboard"
-    removal = f"+callbacks.remove={{_target_: tests.test_loggers.Remove, directory: {logs}, step: 3}}"
-    small_run(tmp_path, *RUN, removal)
+def test_loggers_that_fail_cost_their_logs_only(tmp_path, caplog, monkeypatch):
+    run = ("steps=6", "validation.every=3", "callbacks.checkpoint.every=1", "callbacks.samples.every=1")
+
+    def trained(name, *overrides):
+        caplog.clear()
+        small_run(tmp_path / name, *run, *overrides)
+        assert json.loads((tmp_path / name / "summary.json").read_text())["status"] == "finished"
+        return torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+    unbroken = trained("unbroken")
+    removal = f"+callbacks.remove={{_target_: tests.test_loggers.Remove, directory: {tmp_path}/removed, step: 3}}"
+    assert same(trained("removed", removal, "logger=[tensorboard,csv]"), unbroken)
     assert len(warnings_of(caplog)) == 1
-    assert f"TensorBoardLogger of {logs} failed" in caplog.text
-    same(trained(tmp_path), unbroken)
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
-    assert [step for step, _ in scalars(logs)["reward/total"]] == [4, 5, 6]
-    shutil.rmtree(logs)
-    small_run(tmp_path, *RUN, "steps=7", "checkpoint=last")
-    assert [step for step, _ in scalars(logs)["reward/total"]] == [7]
-
-
-@pytest.mark.slow
-def test_a_removed_csv_directory_is_made_again(unbroken, tmp_path):
-    removal = f"+callbacks.remove={{_target_: tests.test_loggers.Remove, directory: {tmp_path}/csv, step: 3}}"
-    small_run(tmp_path, *RUN, removal, "logger=csv")
-    same(trained(tmp_path), unbroken)
-    assert (tmp_path / "csv" / "metrics.csv").read_text().count("\n") > 3
-
-
-@pytest.mark.slow
-def test_a_full_disk_under_the_logger_stops_nothing(unbroken, tmp_path, caplog, monkeypatch):
+    assert f"TensorBoardLogger of {tmp_path}/removed/tensorboard failed" in caplog.text
+    assert [step for step, _ in scalars(tmp_path / "removed" / "tensorboard")["reward/total"]] == [4, 5, 6]
+    assert [row["step"] for row in rows(tmp_path / "removed")][-1] == "6"
+    failing = "+logger.failing={_target_: tests.test_loggers.Failing, save_dir: ${run_dir}}"
+    assert same(trained("failing", "logger=none", failing), unbroken)
+    assert len(warnings_of(caplog)) == 1
+    assert "failed (ConnectionError: no service)" in caplog.text
     write, calls = RecordWriter.write, []
 
     def written(self, data):
         calls.append(data)
         if 20 < len(calls) < 24:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            no_room()
         write(self, data)
 
     monkeypatch.setattr(RecordWriter, "write", written)
-    small_run(tmp_path, *RUN)
-    assert len(warnings_of(caplog)) == 1
+    assert same(trained("full"), unbroken)
     assert "No space left on device" in caplog.text
-    same(trained(tmp_path), unbroken)
-    assert len(calls) > 24
-    assert 6 in [step for step, _ in scalars(tmp_path / "tensorboard")["reward/total"]]
+    assert 6 in [step for step, _ in scalars(tmp_path / "full" / "tensorboard")["reward/total"]]
 
 
-@pytest.mark.slow
-def test_a_logger_that_always_fails_is_warned_about_once(unbroken, tmp_path, caplog):
-    small_run(
-        tmp_path, *RUN, "logger=none", "+logger.failing={_target_: tests.test_loggers.Failing, save_dir: ${run_dir}}"
-    )
-    assert len(warnings_of(caplog)) == 1
-    assert "failed (ConnectionError: no service)" in caplog.text
-    same(trained(tmp_path), unbroken)
-    assert (tmp_path / "export" / "config.json").exists()
-
-
-def test_what_is_said_of_a_failure_is_a_line(tmp_path, caplog):
+def test_a_failure_is_one_short_line_and_an_interrupt_is_none(tmp_path, caplog):
     class Wordy(TensorBoardLogger):
+        error: BaseException = ConnectionError("no\nservice\x1b[2J " + "x" * 1000)
+
         def open(self):
-            raise ConnectionError("no\nservice\x1b[2J " + "x" * 1000)
+            raise self.error
 
     logger = Wordy(tmp_path, name="", version="x")
     for _ in range(3):
@@ -123,33 +278,135 @@ def test_what_is_said_of_a_failure_is_a_line(tmp_path, caplog):
         logger.experiment.add_scalar("a", 1.0)  # which does nothing
         logger.save()
     logger.finalize("success")
-    [told] = warnings_of(caplog)
-    assert r"failed (ConnectionError: no\nservice\x1b[2J xxx" in told
-    assert len(told) < 450 + len(str(tmp_path))
-
-
-def test_a_directory_that_was_removed_is_made_again(tmp_path, caplog):
-    board = TensorBoardLogger(tmp_path, name="", version="x")
-    table = CSVLogger(tmp_path, name="", version="csv")
-    for step in (1, 2):
-        for logger in (board, table):
-            logger.log_metrics({"a": float(step)}, step=step)
-            logger.save()
-        if step == 1:
-            shutil.rmtree(tmp_path / "x")
-            shutil.rmtree(tmp_path / "csv")
-            board.log_metrics({"a": 1.5}, step=1)
-            board.save()  # which notices
-    assert len(warnings_of(caplog)) == 1
-    board.finalize("success")
-    assert scalars(tmp_path / "x") == {"a": [(2, 2.0)]}
-    assert (tmp_path / "csv" / "metrics.csv").read_text() == "step,a\n2,2.0\n"
-
-
-def test_what_ends_a_run_is_not_held_back(tmp_path):
-    class Ending(TensorBoardLogger):
-        def open(self):
-            raise KeyboardInterrupt
-
+    [warning] = warnings_of(caplog)
+    assert r"failed (ConnectionError: no\nservice\x1b[2J xxx" in warning
+    assert len(warning) < 450 + len(str(tmp_path))
+    Wordy.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        Ending(tmp_path, name="", version="x").log_metrics({"a": 1.0}, step=1)
+        Wordy(tmp_path, name="", version="x").log_metrics({"a": 1.0}, step=1)
+
+
+SECRET = "k-known-to-nobody-7"
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory):
+    """A run of two steps, continued to three, with all loggers and no network."""
+    place = tmp_path_factory.mktemp("services")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)  # MLflow's own directory of artifacts is below the working one
+        patch.setenv("WANDB_MODE", "offline")
+        words = ("logger=[tensorboard,csv,wandb,mlflow]", "logger.wandb.offline=true", f"+service.token={SECRET}")
+        words += ("validation.every=2", "callbacks.samples.every=1", "callbacks.checkpoint.every=2")
+        database = f"logger.mlflow.tracking_uri=sqlite:///{place}/mlflow.db"
+        for more in (("steps=2",), ("steps=3", "checkpoint=last")):
+            small_run(place / "run", *words, database, *more)
+        yield place
+
+
+def records(file: Path):
+    """The bytes of each record of W&B's file, which is a log as LevelDB writes it: blocks of 32 KiB with fragments."""
+    data, place, whole = file.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last fragment
+            yield whole
+            whole = b""
+
+
+def equal(found, expected):
+    assert found.keys() == expected.keys()
+    for tag, points in expected.items():
+        assert [step for step, _ in found[tag]] == [step for step, _ in points], tag
+        assert [value for _, value in found[tag]] == pytest.approx([value for _, value in points], rel=1e-6), tag
+
+
+@pytest.mark.slow
+def test_every_service_has_every_scalar_the_settings_the_completions_and_no_secret(services):
+    from mlflow import MlflowClient
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    expected = scalars(services / "run" / "tensorboard")
+    assert [step for step, _ in expected["reward/total"]] == [1, 2, 3]
+    assert [step for step, _ in expected["val/pass@1"]] == [0, 2, 3]
+    table = rows(services / "run")
+    equal(
+        {tag: [(int(row["step"]), float(row[tag])) for row in table if row[tag]] for tag in table[0] if tag != "step"},
+        expected,
+    )
+    history, config = [], {}
+    files = sorted((services / "run").glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1 < len(files)  # the same run, continued
+    for record in (Record.FromString(data) for file in files for data in records(file)):
+        items = record.history.item
+        if items:
+            history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+        for update in (*record.run.config.update, *record.config.update):
+            config[update.key] = json.loads(update.value_json)
+    keys, step = {key for row in history for key in row}, "trainer/global_step"
+    equal({tag: [(row[step], row[tag]) for row in history if tag in row] for tag in keys & expected.keys()}, expected)
+    assert config["rollout"]["group_size"] == 4
+    assert {"completions/train", "completions/validation"} <= {key.rpartition("/_type")[0] or key for key in keys}
+
+    client = MlflowClient(f"sqlite:///{services}/mlflow.db")
+    [experiment] = [found for found in client.search_experiments() if found.name == "grpo-lightning"]
+    [run] = client.search_runs([experiment.experiment_id])
+    renamed = {tag.replace("@", "_at_"): points for tag, points in expected.items()}
+    equal(
+        {tag: [(p.step, p.value) for p in client.get_metric_history(run.info.run_id, tag)] for tag in renamed}, renamed
+    )
+    assert (run.info.status, run.data.params["rollout/group_size"]) == ("FINISHED", "4")
+    tables = {Path(file.path).name for file in client.list_artifacts(run.info.run_id, "completions/train")}
+    assert tables == {"000001.json", "000002.json", "000003.json"}
+    written = [path for path in services.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert not [path for path in written if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_runs_of_wandb_end_with_their_training_and_say_how(tmp_path):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    from grpo_lightning.logger.services import WandbLogger
+
+    names = set()
+    for status in ("success", "failed"):
+        logger = WandbLogger(str(tmp_path / status), offline=True, project="mine")
+        name = logger.experiment.id
+        logger.finalize(status)
+        [file] = (tmp_path / status).glob("wandb/offline-run-*/run-*.wandb")
+        ends = [one.exit.exit_code for one in map(Record.FromString, records(file)) if one.HasField("exit")]
+        assert ends == [int(status == "failed")]
+        logger.log_metrics({"after": 1.0})  # `fit()` again continues it
+        assert logger.experiment.id == name
+        logger.finalize(status)
+        names.add(name)
+    assert len(names) == 2
+
+
+def test_a_run_keeps_its_identifier(tmp_path):
+    file = tmp_path / "run" / ".wandb_id"
+    assert load_run_id(file) is None
+    save_run_id(file, "ab12-c_d")
+    assert load_run_id(file) == "ab12-c_d"
+
+
+@pytest.mark.slow
+def test_a_program_names_loggers_or_hands_them_over(tmp_path):
+    mine = loggers.CSVLogger(tmp_path / "mine")
+    for number, (given, kinds) in enumerate(
+        [
+            (["csv", mine], ["CSVLogger", "CSVLogger"]),
+            ("csv", ["CSVLogger"]),
+            ({"mine": mine}, ["CSVLogger"]),
+            (False, []),
+        ]
+    ):
+        run = grpo_lightning.compose(*SMALL, run_dir=tmp_path / str(number), logger=given)
+        assert [type(logger).__name__ for logger in run.trainer.loggers] == kinds
+    with pytest.raises(ValueError, match=r"logger=3"):
+        grpo_lightning.compose(*SMALL, run_dir=tmp_path, logger=3)

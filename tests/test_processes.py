@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_lightning.checkpoint.io import read, read_weights
 from tests.support.composed import ROOT
-from tests.support.processes import finish, start
+from tests.support.processes import finish, running, start, wait_for
 
 RUNS = {
     "grpo": ["algorithm=grpo", "module.ppo_epochs=2", "module.minibatch_size=12"],
@@ -193,23 +192,3 @@ def test_no_process_outlives_the_first_one(tmp_path):
     first.wait()
     wait_for(lambda: not running(mark))
     assert "lost contact with another process of the run" in (tmp_path / "log").read_text()
-
-
-def wait_for(condition, process=None, seconds=300):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        assert process is None or process.poll() is None
-        time.sleep(0.2)
-
-
-def running(mark):
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:  # it has just ended
-            continue
-        if mark.encode() in words:
-            found.append(path.parent.name)
-    return found

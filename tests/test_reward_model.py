@@ -17,10 +17,10 @@ import grpo_lightning as grpo
 from grpo_lightning.callbacks.reward_model import RewardModelTraining, replayed
 from grpo_lightning.reward import RewardError, RewardSpec, score
 from grpo_lightning.reward.model import RewardModel
+from tests.support.board import scalars
 from tests.support.checkpoints import QUANTIZABLE, tokenizer, write_checkpoint, write_reward_model
 from tests.support.composed import ROOT
 from tests.support.running import small_module, small_run
-from tests.test_callbacks import scalars
 
 SETTINGS = {
     "dtype": "float32",

@@ -16,9 +16,9 @@ from grpo_lightning.checkpoint.resume import config_diff, find_checkpoint
 from grpo_lightning.config import ConfigError, check_config
 from grpo_lightning.config.consistency import OPTIONS
 from grpo_lightning.run import Run
+from tests.support.board import scalars
 from tests.support.composed import CONF, build, composed
 from tests.support.running import SMALL, contents, letters, small_module, small_run
-from tests.test_callbacks import scalars
 
 
 def find(directory, given=True, overrides=(), **changed):

@@ -14,8 +14,8 @@ import torch
 
 from grpo_lightning.distributed.signals import Preempted, Signals
 from tests.support.composed import ROOT
+from tests.support.processes import running, wait_for
 from tests.support.running import SMALL
-from tests.test_processes import running, wait_for
 
 RUN = (*SMALL, "steps=4", "validation.every=2", "callbacks.checkpoint.every=1")
 TWO = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")

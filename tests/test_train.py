@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.kills import difference, main
 from tests.support import prepared
+from tests.support.board import scalars
 from tests.support.composed import ROOT
 from tests.support.running import SMALL
-from tests.test_callbacks import scalars
 
 STEPS = ("steps=8", "validation.every=3", "callbacks.checkpoint.every=2", "optimizer.lr=0.01")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -16,7 +16,6 @@ from grpo_lightning.types import Prompt, Scored
 
 HISTOGRAM = "~histogram"
 """What the tags of histograms begin with, so that TensorBoard sorts them behind the scalars."""
-_PLAIN = re.compile(r"[^\W_]|[ \n]")
 Cell = str | int | float | None
 
 
@@ -166,32 +165,18 @@ def _dialogues(scored: Scored) -> list[str]:
 
 
 def _page(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, group_size: int, total: int) -> Iterator[str]:
-    """Per prompt its text and answer, and below them a table of its completions."""
+    """Per prompt a Markdown code block of its text, its answer and its completions, each below its numbers."""
     first = columns.index("completion")
     for start in range(0, len(rows), group_size):
         group = rows[start : start + group_size]
-        yield f"**Prompt {start // group_size + 1}**"
-        yield fence(str(group[0][0]))
-        if first == 2:
-            yield f"**Answer** {escape_markdown(str(group[0][1]))}"
-        titles = [escape_markdown(title) for title in columns[first:]]
-        lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
-        lines += ["| " + " | ".join(_cell(cell) for cell in row[first:]) + " |" for row in group]
-        yield "\n".join(lines)
+        lines = [f"{name}: {cell}" for name, cell in zip(columns[:first], group[0], strict=False)]
+        for number, row in enumerate(group, 1):
+            pairs = zip(columns[first + 1 :], row[first + 1 :], strict=True)
+            numbers = (f"{name}={f'{cell:.3g}' if isinstance(cell, float) else cell}" for name, cell in pairs)
+            lines += ["", f"({number}) {'  '.join(numbers)}", str(row[first])]
+        yield f"**Prompt {start // group_size + 1}**\n\n{fence(chr(10).join(lines))}"
     if total > len(rows):
         yield f"*The first {len(rows)} of {total} completions.*"
-
-
-def _cell(value: Cell) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if isinstance(value, float) else escape_markdown(str(value))
-
-
-def escape_markdown(text: str) -> str:
-    """``text`` as a line of Markdown in which no character has a meaning of Markdown or HTML."""
-    letters = (letter if _PLAIN.match(letter) else f"&#{ord(letter)};" for letter in text)
-    return "".join(letters).replace("\n", "<br>")
 
 
 def fence(text: str) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 from lightning import Callback
@@ -72,6 +73,28 @@ def finish(started, seconds: float = 300) -> list[str]:
     for process, text in zip(started, printed, strict=True):
         assert process.returncode == 0, text[-4000:]
     return printed
+
+
+def wait_for(condition, process=None, seconds=300):
+    """Wait until something is true, while a process runs."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        assert process is None or process.poll() is None
+        time.sleep(0.2)
+
+
+def running(mark: str) -> list[str]:
+    """The numbers of processes that have a word in their command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
+        if mark.encode() in words:
+            found.append(path.parent.name)
+    return found
 
 
 def main(directory: Path, trainer: str, runs: dict[str, list[str]]) -> None:
