@@ -1,1 +1,1 @@
-"""Figures of this project, and beside them those of others."""
+"""Benchmarks of this project: ``python -m benchmarks NAME``."""

@@ -1,71 +1,53 @@
-"""Measure this project beside TRL and transformers' ``generate``.
+"""Measure this project beside TRL, transformers' ``generate`` and earlier versions of itself.
 
-python -m benchmarks                everything, about an hour and a half on two cores
-python -m benchmarks compare head   some of it
-python -m benchmarks compare:base   one case of the comparison, beside those that are stored
-python -m benchmarks report         the tables and pictures again, from the stored figures
-python -m benchmarks smoke          every part for one small step: fails where one does not start, and writes nothing
-python -m benchmarks gpu            checks and figures of one GPU in less than ten minutes; gpu --help says more
+python -m benchmarks                              compare, rollout, head, learning and memory: an hour on two cores
+python -m benchmarks compare --cases base         one case of the comparison with TRL
+python -m benchmarks compare --against DIR        steps in turns with those of another checkout of this project
+python -m benchmarks episodes                     learning in multi-turn episodes, with controls: the figures of docs/
+python -m benchmarks gpu [--cases decode step]    figures of one GPU in less than ten minutes
+python -m benchmarks NAME --smoke                 one small step of it, which only shows that it runs
 
-Figures go to benchmarks/results/cpu or gpu, tables into benchmarks/README.md. Nothing else should run meanwhile.
+Nothing else should run meanwhile. Figures are printed; --out FILE stores them as JSON, with machine and versions.
 """
 
 import argparse
 import json
 import os
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import torch
 
-from benchmarks.machine import described, threads
-from grpo_lightning.console import write_atomic
+from benchmarks.measure import machine, num_threads
 
-CASED = ("compare", "memory")
-ALONE = ("report", "smoke")
-PARTS = ("equality", "rollout", "head", "limit", "growth", "learning", "compare", "memory", "budget")
-RESULTS = Path(__file__).parent / "results"
+NAMES = ("compare", "rollout", "head", "learning", "memory", "episodes", "gpu")
+DEFAULT = NAMES[:5]
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["gpu"]:
-        from benchmarks.gpu.command import main as gpu
-
-        raise SystemExit(gpu(sys.argv[2:]))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"smoke, report, {', '.join(PARTS)}; all but smoke where none is named"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    asked = parser.parse_args().parts or [*PARTS, "report"]
-    if unknown := {part.partition(":")[0] for part in asked} - {*PARTS, *ALONE}:
-        parser.error(f"{', '.join(sorted(unknown))}: allowed: {', '.join((*PARTS, *ALONE))}")
-    for part, _, case in (name.partition(":") for name in asked):
-        if case and part not in CASED:
-            parser.error(f"{part}:{case}: only {' and '.join(CASED)} have cases of their own")
-    torch.set_num_threads(threads())
-    os.environ |= {"OMP_NUM_THREADS": str(threads()), "HF_HUB_OFFLINE": "1"}  # for the processes that are started
-    machine = described()
-    print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
-    for part, _, case in (name.partition(":") for name in asked):
-        module = import_module(f"benchmarks.{part}")
-        if part in ALONE:
-            module.run()
-            continue
-        path = RESULTS / machine["kind"] / f"{part}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        known = json.loads(path.read_text()) if case and path.exists() else {}
-        if known and known["machine"] != machine:
-            other = ", ".join(
-                f"{name} {value}" for name, value in known["machine"].items() if machine.get(name) != value
-            )
-            parser.error(
-                f"{part}:{case}: the other cases in {path} were measured with {other}; allowed is {part}, all of it"
-            )
-        found = module.run(names=[case]) if case else module.run()
-        if case and case not in found:
-            parser.error(f"{part} has no case {case}")
-        write_atomic(path, json.dumps({**known, "machine": machine, **found}, indent=1) + "\n")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help="of the benchmark; default: all")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, for compare and rollout")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of learning and episodes")
+    parser.add_argument("--smoke", action="store_true", help="one small step of everything")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="for the figures, as JSON")
+    options = parser.parse_args()
+    names = options.names or DEFAULT
+    if unknown := sorted({*names} - {*NAMES}):
+        parser.error(f"{', '.join(unknown)}: there are {', '.join(NAMES)}")
+    threads = 1 if options.smoke else num_threads()  # what is this small is slower with more
+    torch.set_num_threads(threads)
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    figures = {"machine": machine()}
+    print(", ".join(f"{name} {value}" for name, value in figures["machine"].items()), flush=True)
+    for name in names:
+        figures[name] = import_module(f"benchmarks.{name}").run(options)
+        print(f"{name} done", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

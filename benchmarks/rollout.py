@@ -1,82 +1,70 @@
 """Sampling by this project beside transformers' ``generate``: same model, prompts, temperature and lengths."""
 
 import tempfile
-from collections.abc import Sequence
+from argparse import Namespace
+from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from benchmarks import ours
-from benchmarks.setting import NATIVE, Setting
-from benchmarks.timing import in_turns, ratio, told
+from benchmarks import compare
+from benchmarks.measure import device, format_ratio, in_turns, ratio
+from benchmarks.setting import TINY, Setting
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.types import Sampling
+from grpo_lightning.sampler.native.sampler import NativeSampler
+from grpo_lightning.types import Sampled, Sampling
 
-CASES = [
-    Setting("base"),
-    Setting("long_prompt", prompt=512, prompts=2),
-    Setting("full_length", mean=None),
-    Setting("large_vocabulary", vocabulary=151_936, prompts=2),
-]
+CASES = tuple(case for case in compare.CASES if case.name in ("base", "long_prompt", "full_length", "large_vocabulary"))
 
 
-def generate(policy: HFPolicy, setting: Setting, texts: list[str], greedy: bool = False) -> torch.Tensor:
-    """Completion ids, every prompt K times."""
-    ids = torch.tensor(policy.tokenize(texts), device=policy.model.device).repeat_interleave(setting.group, 0)
-    with torch.no_grad():
-        found = policy.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=not greedy,
-            max_new_tokens=setting.cap,
-            temperature=None if greedy else 1.0,
-            top_k=None if greedy else 0,
-        )
-    return found[:, ids.shape[1] :]
+def run(options: Namespace) -> dict[str, Any]:
+    """All cases, or those named; with ``options.against`` whole steps, of which the rollout is a column."""
+    if options.against:
+        return compare.run(options, CASES)
+    figures = {}
+    print("| case | `generate`, s | ours, s | `generate` / ours (quartiles) |\n|---|---|---|---|")
+    for case in [TINY] if options.smoke else CASES:
+        if not options.cases or case.name in options.cases or options.smoke:
+            row = figures[case.name] = measure(case, **{"warmup": 0, "steps": 1} if options.smoke else {})
+            cells = f"{row['generate']:.2f} | {row['ours']:.2f} | **{format_ratio(row)}**"
+            print(f"| {case.name} | {cells} |", flush=True)
+    return figures
 
 
-def measured(setting: Setting, *, warmup: int, steps: int) -> dict:
+def measure(setting: Setting, *, warmup: int = 3, steps: int = 12) -> dict[str, Any]:
+    """Seconds of both, in turns.
+
+    Raises:
+        SystemExit: Greedy completions of both differ.
+    """
     with tempfile.TemporaryDirectory() as directory:
         setting.write(Path(directory))
-        policy = ours.policy(directory).to("cuda" if torch.cuda.is_available() else "cpu")
-    texts = [text for text, _ in setting.texts(setting.prompts)]
-    greedy = NATIVE.generate(
-        policy,
-        texts,
-        group_size=setting.group,
-        sampling=Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=setting.cap),
-        seed=0,
-    )
-    expected = generate(policy, setting, texts, greedy=True)
+        model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        policy = HFPolicy(model, AutoTokenizer.from_pretrained(directory)).to(device())
+    prompts = [ids for ids, _ in setting.rows(setting.prompts)]
+    ids = torch.tensor(prompts, device=device()).repeat_interleave(setting.group, 0)  # [P, S] -> [B, S]
+
+    @torch.no_grad()
+    def generate(*, greedy: bool = False) -> torch.Tensor:
+        """Completion ids [B, T]."""
+        options = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0}
+        ids_out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=setting.cap, **options)
+        return ids_out[:, ids.shape[1] :]
+
+    def sample(temperature: float, seed: int) -> Sampled:
+        sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=setting.cap)
+        return NativeSampler().generate(policy, prompts, group_size=setting.group, sampling=sampling, seed=seed)
+
+    greedy, expected = sample(0.0, 0), generate(greedy=True)
     length = min(expected.shape[1], greedy.mask.shape[1])
-    same = (greedy.ids[:, -greedy.mask.shape[1] :][:, :length] == expected[:, :length]) | ~greedy.mask[:, :length]
-    if not same.all():
+    ours = greedy.ids[:, -greedy.mask.shape[1] :][:, :length]
+    if not ((ours == expected[:, :length]) | ~greedy.mask[:, :length]).all():
         raise SystemExit(f"{setting.name}: other greedy completions than generate")
-    sampling, seeds, lengths = (
-        Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=setting.cap),
-        iter(range(10**6)),
-        [],
-    )
-
-    def sample() -> None:
-        sampled = NATIVE.generate(policy, texts, group_size=setting.group, sampling=sampling, seed=next(seeds))
-        lengths.append(float(sampled.mask.sum(-1).float().mean()))
-
-    seconds = in_turns(
-        {"generate": lambda: generate(policy, setting, texts), "ours": sample}, warmup=warmup, steps=steps
-    )
-    return {
-        **{name: median(values) for name, values in seconds.items()},
-        **ratio(seconds["generate"], seconds["ours"]),
-        "length": median(lengths),
-    }
-
-
-def run(*, cases: Sequence[Setting] = CASES, warmup: int = 3, steps: int = 12) -> dict:
-    found = {}
-    print(f"{'rollout':18} {'generate s':>10} {'ours s':>7}  ratio", flush=True)
-    for case in cases:
-        row = found[case.name] = measured(case, warmup=warmup, steps=steps)
-        print(f"{case.name:18} {row['generate']:10.2f} {row['ours']:7.2f}  {told(row)}", flush=True)
-    return found
+    seeds = count()
+    actions = {"generate": generate, "ours": lambda: sample(1.0, next(seeds))}
+    seconds = in_turns(actions, warmup=warmup, steps=steps)
+    medians = {name: median(values) for name, values in seconds.items()}
+    return {**medians, **ratio(seconds["generate"], seconds["ours"])}

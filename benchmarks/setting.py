@@ -10,13 +10,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from grpo_lightning.sampler.native.sampler import NativeSampler
-
-NATIVE = NativeSampler()
-
 
 @dataclass(frozen=True)
 class Setting:
+    """Sizes of a model and of its rollouts. Earlier versions read the same fields: keep them."""
+
     name: str
     prompt: int = 128  # tokens of a prompt, P
     cap: int = 128  # most tokens of a completion
@@ -78,17 +76,22 @@ class Setting:
                 model.get_input_embeddings().weight[1, 0] = 0.0
         model.save_pretrained(directory)
 
-    def texts(self, count: int) -> list[tuple[str, bool]]:
-        """Prompts of exactly `prompt` tokens, and whether each is dead."""
+    def rows(self, count: int) -> list[tuple[list[int], bool]]:
+        """Prompts of exactly `prompt` token ids, and whether each is dead."""
         chance = random.Random(1)
-        lowest = self.end_ids[-1] + 1
-        found = []
-        for number in range(count):
-            words = " ".join(f"w{chance.randrange(lowest, self.vocabulary)}" for _ in range(self.prompt))
-            found.append((words, number % self.prompts < round(self.dead * self.prompts)))
-        return found
+        lowest, dead = self.end_ids[-1] + 1, round(self.dead * self.prompts)
+        ids = [[chance.randrange(lowest, self.vocabulary) for _ in range(self.prompt)] for _ in range(count)]
+        return [(prompt, number % self.prompts < dead) for number, prompt in enumerate(ids)]
+
+    def texts(self, count: int) -> list[tuple[str, bool]]:
+        """The same prompts as words."""
+        return [(" ".join(f"w{token}" for token in ids), dead) for ids, dead in self.rows(count)]
 
 
 def reward(prompts, completions, dead, **_):
     """Without meaning, yet other for every completion; equal throughout a dead group."""
     return [0.0 if d else zlib.crc32(text.encode()) / 2**32 for text, d in zip(completions, dead, strict=True)]
+
+
+TINY = Setting("base", prompt=16, cap=8, mean=4, group=4, prompts=2, hidden=64, layers=1, vocabulary=512)
+"""Small enough for one step within seconds."""

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.setting import Setting, reward
 
 
-def built(setting: Setting, directory: str, **changed):
+def build(setting: Setting, directory: str, **changed):
     on_gpu = torch.cuda.is_available()
     rows = setting.texts(setting.prompts * 200)
     return GRPOTrainer(
@@ -69,7 +69,7 @@ class Lockstep(TrainerCallback):
 
 
 def main() -> None:
-    built(Setting.loads(sys.argv[1]), sys.argv[2], callbacks=[Lockstep()]).train()
+    build(Setting.loads(sys.argv[1]), sys.argv[2], callbacks=[Lockstep()]).train()
 
 
 if __name__ == "__main__":

@@ -1,107 +1,71 @@
-"""The benchmarks start, and say why where they do not."""
+"""The benchmarks run, and say why where they do not."""
 
-import hashlib
-import json
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks import __main__ as command
-from benchmarks import compare, growth, head, learning, memory, report
-from benchmarks.__main__ import PARTS
-from benchmarks.machine import described
+from benchmarks import head, memory
+from benchmarks.gpu import GROUP, decode_limit
+from benchmarks.measure import ratio
 from benchmarks.process import Worker
-from benchmarks.timing import quartiles, ratio
+from grpo_lightning.memory import Shape
 from tests.support.composed import ROOT
-
-BENCHMARKS = Path(ROOT) / "benchmarks"
 
 
 @pytest.mark.slow
-def test_a_worker_that_ends_says_why_and_one_not_asked_any_more_is_ended():
+def test_a_worker_that_ends_says_why_and_one_that_is_left_is_ended():
     steps = 2
     why = r"^tests\.dying ended with 1: x+(.|\n)*RuntimeError: out of luck$"
     with Worker("tests.dying", str(steps)) as worker:
         assert [worker.step() for _ in range(steps)] == [{"seconds": 1.0}] * steps
-        with pytest.raises(RuntimeError, match=why) as caught:
+        with pytest.raises(RuntimeError, match=why) as error:
             worker.step()
-    assert len(str(caught.value)) < 2100
+    assert len(str(error.value)) < 2100
     with pytest.raises(RuntimeError, match="out of luck"), Worker("tests.dying", "0") as worker:
-        worker.output()
+        worker.result()
     with pytest.raises(ZeroDivisionError), Worker("tests.dying", "1") as worker:
         raise ZeroDivisionError
     assert worker._process.returncode is not None
 
 
-SETTING = compare.CASES[0]
-MEASURED = {
-    "compare": lambda: compare.measured(SETTING, warmup=0, steps=1),
-    "growth": lambda: growth.measured("theirs", [SETTING], warmup=0, steps=1),
-    "head": lambda: head.peak("naive", 8, 100),
-    "learning": lambda: learning.run(seeds=[0], styles=["same"], steps=1),
-    "memory": lambda: memory.apart("small"),
-}
-
-
-def test_every_benchmark_passes_on_why_a_process_ended(tmp_path, monkeypatch):
+def test_every_process_passes_on_why_it_ended(tmp_path, monkeypatch):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho out of luck >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
-    for measured in MEASURED.values():
+    for measured in (lambda: memory.apart("small"), lambda: head.result("benchmarks.head", "naive", "8", "100")):
         with pytest.raises(RuntimeError, match=r"benchmarks\.\w+ ended with 3: out of luck"):
             measured()
 
 
-def test_one_step_has_quartiles():
+def test_ratios_of_neighbours():
     assert ratio([4.0], [2.0]) == {"ratio": 2.0, "quartiles": [2.0, 2.0], "steps": 1}
-    assert quartiles([1.0, 2.0, 3.0]) == (1.0, 2.0, 3.0)
+    found = ratio([2.0, 6.0, 3.0], [2.0, 3.0, 1.0])
+    assert (found["ratio"], found["quartiles"]) == (2.0, [1.0, 3.0])
 
 
-def test_the_readme_has_the_stored_figures(tmp_path):
-    shutil.copy(BENCHMARKS / "README.md", tmp_path)
-    shutil.copytree(BENCHMARKS / "results", tmp_path / "results")
-    report.run(tmp_path)
-    assert (tmp_path / "README.md").read_text() == (BENCHMARKS / "README.md").read_text()
-
-
-def contents() -> dict[Path, str]:
-    files = (path for path in BENCHMARKS.rglob("*") if path.is_file() and path.suffix != ".pyc")
-    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def test_the_limit_of_a_token_step_by_hand():
+    # 16-bit weights 2 (100 + 10 * 4) = 280; 16 rows in 2 groups: 2 * 3 + 16 * 5 = 86 tokens, of each keys and values
+    # in 2 bytes, 2 * 2 * 6 * 7 = 168: 14448. 14728 bytes at 1000 a second.
+    assert GROUP == 8
+    sizes = {"trained": 0, "frozen": 0, "body": 100, "hidden": 4, "intermediate": 0}
+    shape = Shape(**sizes, vocabulary=10, keys=6, layers=7)
+    assert decode_limit(shape, 16, prompt=3, own=5.0, rate=1000.0) == pytest.approx(14.728)
 
 
 @pytest.mark.slow
-def test_every_benchmark_takes_a_step_and_stores_nothing():
-    before = contents()
-    command = [sys.executable, "-m", "benchmarks", "smoke"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    ran = [line.split()[0] for line in done.stdout.splitlines() if " ran in " in line]
-    assert ran == [*PARTS, "sizes", "report"]
-    assert contents() == before
-
-
-def test_cases_of_several_machines_are_not_mixed(tmp_path, monkeypatch, capsys):
-    here = described()
-    file = tmp_path / here["kind"] / "compare.json"
-    file.parent.mkdir()
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr(compare, "run", lambda names: {"base": {"seconds": 1.0}})
-    monkeypatch.setattr("sys.argv", ["benchmarks", "compare:base"])
-    monkeypatch.setattr("os.environ", dict(os.environ))  # it sets threads, for itself and what it starts
-    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
-    stored = {"machine": here | {"torch": "1.0"}, "other": {"seconds": 2.0}}
-    file.write_text(json.dumps(stored))
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 2
-    assert "compare.json were measured with torch 1.0; allowed is compare, all of it" in capsys.readouterr().err
-    assert json.loads(file.read_text()) == stored
-    file.write_text(json.dumps(stored | {"machine": here}))
-    command.main()
-    assert json.loads(file.read_text()) == {"machine": here, "other": {"seconds": 2.0}, "base": {"seconds": 1.0}}
-    assert [path.name for path in file.parent.iterdir()] == ["compare.json"]
+def test_every_benchmark_takes_a_step_also_against_another_checkout(tmp_path):
+    names = ["compare", "rollout", "head", "learning", "memory", "episodes", "gpu"]
+    for words in (names, ["rollout", "--against", str(ROOT)]):
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks", *words, "--smoke", "--out", str(tmp_path / "figures.json")],
+            cwd=ROOT,
+            env=os.environ,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        assert (tmp_path / "figures.json").exists()
