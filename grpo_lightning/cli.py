@@ -95,14 +95,7 @@ def _explain_unread(words: Sequence[str], unread: Sequence[str]) -> str:
 
 
 def _check_composition(asked: argparse.Namespace) -> None:
-    """Compose once before Hydra does, to say in a sentence what is wrong, and to check what Hydra itself would build.
-
-    Args:
-        asked: The command line as Hydra reads it.
-
-    Raises:
-        SystemExit: The settings cannot be composed, or Hydra would import what settings may not name.
-    """
+    """Compose once before Hydra does, to exit with a sentence about what is wrong, or what Hydra may not build."""
     directory = str(Path(asked.config_path).absolute()) if asked.config_path else str(CONF)
     words = list(asked.overrides)
     if asked.config_dir:

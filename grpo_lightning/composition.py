@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_lightning.config import ConfigError, check_config, sandbox_problems
 from grpo_lightning.config.redaction import REDACTED, redact_config, redact_overrides
 from grpo_lightning.config.suggestions import explain_compose_error
-from grpo_lightning.config.targets import find_targets, import_target, trusted_packages, with_targets
-from grpo_lightning.config.tree import leaves, value_at
+from grpo_lightning.config.targets import argument_problems, trusted_packages, with_targets
+from grpo_lightning.config.tree import each_target, leaves, value_at
 from grpo_lightning.console import write_atomic
 from grpo_lightning.distributed.devices import default_precision
 
@@ -104,12 +104,7 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
 
 
 def config_choices(choices: Mapping[str, Any], cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Group of conf/ -> the name of its file; of rewards and loggers the names of those there are.
-
-    Args:
-        choices: Those of Hydra, with its own groups and without groups of which there are several.
-        cfg: The settings.
-    """
+    """Group of conf/ -> the name of its file, from those of Hydra; of rewards and loggers the names in the settings."""
     named = {group: name for group, name in choices.items() if name and not group.startswith("hydra/")}
     for group in ("reward", "logger"):
         named[group] = [str(name) for name in cfg.get(group) or () if name not in ("_target_", "name")]
@@ -120,11 +115,8 @@ def config_choices(choices: Mapping[str, Any], cfg: Mapping[str, Any]) -> dict[s
 def composing(words: Sequence[str]) -> Iterator[None]:
     """Inside, Hydra composes this project's settings, also where a program has initialized it for its own.
 
-    Args:
-        words: The overrides, for the message.
-
     Raises:
-        ConfigError: They cannot be composed.
+        ConfigError: The overrides cannot be composed.
     """
     state = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -144,9 +136,6 @@ def part(name: str, **_: Any) -> Any:
 
 def resolve_config(cfg: DictConfig) -> dict[str, Any]:
     """The settings, resolved, as plain values, with a precision where they leave it open.
-
-    Args:
-        cfg: As composed.
 
     Raises:
         ConfigError: A setting has no value, or refers to one that is not there.
@@ -172,7 +161,13 @@ def build_run(
         explicit: What the user has chosen, as overrides; None: the overrides of ``options``.
         options: Those of `grpo_lightning.run.Run`.
     """
-    _recall_policy(cfg, options["overrides"] if explicit is None else explicit)
+    if cfg.mode != "fit" and cfg.checkpoint is not None:  # policy and reference are those of the checkpoint
+        from grpo_lightning.checkpoint.policy import policy_settings
+
+        named = {"mode": cfg.mode, "checkpoint": str(cfg.checkpoint), "run_dir": cfg.run_dir}
+        chosen = options["overrides"] if explicit is None else explicit
+        for key, value in policy_settings(named, chosen, lambda key: _select(cfg, key)).items():
+            OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     config = resolve_config(cfg)
     from grpo_lightning.run import Run
 
@@ -198,11 +193,7 @@ def build_run(
 
 
 def _with_environment(module: Mapping[str, Any], environment: "Environment") -> dict[str, Any]:
-    """Settings of a module whose policy's chat template shows the replies and tools of an environment.
-
-    Raises:
-        ValueError: The settings have tools of their own.
-    """
+    """Settings of a module whose policy's chat template shows the replies and tools of an environment."""
     policy = dict(module["policy"])
     if "reply_role" in policy:
         policy["reply_role"] = environment.reply_role or policy["reply_role"] or "user"
@@ -217,11 +208,7 @@ def _with_environment(module: Mapping[str, Any], environment: "Environment") -> 
 
 
 def _check_environment(policy: "Policy", environment: "Environment") -> None:
-    """Look whether a policy can read what an environment replies.
-
-    Raises:
-        ValueError: It has no replies, does not show the tools, or its chat template cannot show replies.
-    """
+    """Raise ValueError if a policy cannot read what an environment replies, or is not told of its tools."""
     replies: Any = getattr(policy, "replies", None)
     if replies is None:
         raise ValueError(f"policy={type(policy).__name__}: an environment needs a policy that can read replies")
@@ -249,12 +236,7 @@ def _with_callbacks(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _with_env_references(node: Any, config: Any) -> Any:
-    """Resolved settings, in which texts that come from the environment stay ``${oc.env:NAME}``, also in copies.
-
-    Args:
-        node: The settings unresolved.
-        config: The settings resolved.
-    """
+    """Resolved settings, in which texts that are ``${oc.env:NAME}`` in ``node`` stay so, also in copies of them."""
     references = [(key, text) for key, text in leaves(node) if isinstance(text, str) and "oc.env" in text]
     texts = {value: text for key, text in references if isinstance(value := value_at(config, key), str) and value}
 
@@ -308,17 +290,6 @@ def _cause(error: InstantiationException, name: str) -> Exception:
     return ValueError(f"{name}: {type(cause).__name__}: {cause}") if cause is not None else error
 
 
-def _recall_policy(cfg: DictConfig, explicit: Sequence[str]) -> None:
-    """To export or validate a checkpoint, policy and reference are its own where the user has not named them."""
-    if cfg.mode == "fit" or cfg.checkpoint is None:
-        return
-    from grpo_lightning.checkpoint.policy import policy_settings
-
-    named = {"mode": cfg.mode, "checkpoint": str(cfg.checkpoint), "run_dir": cfg.run_dir}
-    for key, value in policy_settings(named, explicit, lambda key: _select(cfg, key)).items():
-        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
-
-
 def _new_directory() -> Path:
     """``runs/DATE/TIME``, as on the command line; with a number where it is taken.
 
@@ -338,14 +309,7 @@ def _new_directory() -> Path:
 def write_settings(
     cfg: DictConfig, overrides: Sequence[str], directory: Path, *, hydra: DictConfig | None = None
 ) -> None:
-    """Write the settings as composed, and what was overridden, where Hydra writes them, without secrets.
-
-    Args:
-        cfg: The settings.
-        overrides: What the user changed.
-        directory: The run's.
-        hydra: Hydra's own settings, on the command line.
-    """
+    """Write the settings as composed, the overrides, and Hydra's own settings where Hydra does, without secrets."""
     place = directory / ".hydra"
     place.mkdir(parents=True, exist_ok=True)
     pages: dict[str, Any] = {"config": redact_config(raw(cfg)), "overrides": redact_overrides(overrides)}
@@ -380,15 +344,11 @@ def load_run_config(
         config = {name: _select(cfg, name, throw_on_missing=True) for name in (*parts, "trusted")}
     check_config(config)
     trusted = trusted_packages(config)
+    problems = [problem for key, node in each_target(config) for problem in argument_problems(node, key, trusted)]
+    if problems := [*problems, *sandbox_problems(config)]:
+        raise ConfigError(problems)
 
     def build(key: str, node: Any) -> Any:
-        for place, name in find_targets(node, key):
-            try:
-                import_target(name, trusted)
-            except ValueError as error:
-                raise ConfigError([f"{place}={name}: {error}"]) from error
-        if problems := list(sandbox_problems({key: node})):
-            raise ConfigError(problems)
         try:
             return instantiate({"built": node})["built"]
         except InstantiationException as error:

@@ -73,11 +73,9 @@ class Crash(RuntimeError):
 
 
 def can_supervise() -> bool:
-    """Whether a run gets a process of its own here.
+    """Whether a run gets a process of its own here: not below a launcher, in a pool, in a debugger, or without fork.
 
-    It does not where it is one of several processes, whose launcher watches them, where the program is already a
-    process of another one's pool, under a debugger, and on systems without ``fork``. The pool of Hydra's launcher
-    joblib is no hindrance: its processes have nothing but a job to run.
+    The pool of Hydra's launcher joblib is no hindrance: its processes have nothing but a job to run.
     """
     launched = {"LOCAL_RANK", "RANK", "SLURM_PROCID"} & os.environ.keys()
     is_of_joblib = type(multiprocessing.current_process()).__module__.startswith("joblib.")
@@ -86,13 +84,7 @@ def can_supervise() -> bool:
 
 
 def supervise(run: Callable[[], Any]) -> tuple[int, dict[str, Any]]:
-    """Call ``run`` in a forked process and wait for it.
-
-    Args:
-        run: Ends the process by ``SystemExit``, or returns for status 0.
-
-    Returns:
-        The exit status, and the `recorded_status`.
+    """Call ``run`` in a forked process; returns its exit status and the `recorded_status`.
 
     Raises:
         Crash: The process died by a signal.
@@ -160,26 +152,18 @@ def exit_status(end: SystemExit) -> int:
 
 def _describe_crash(number: int, status: dict[str, Any]) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    activity = status.get("doing")
+    activity = status.get("doing") or ""
     step = f" in step {status['step'] + 1}" if "step" in status else ""
-    if number == signal.SIGKILL:
-        return (
-            f"the run was killed (SIGKILL){step}{f', {activity}' if activity else ''}: by someone, or by the operating "
-            "system because memory ran out"
-        )
-    if activity and activity.startswith("reward "):
+    if number != signal.SIGKILL and activity.startswith("reward "):
         return f"{activity} crashed the run{step} ({name}): its C code ended the process, so no error can be caught"
-    return f"the run crashed{step}{f', {activity}' if activity else ''} ({name})"
+    where = f"{step}, {activity}" if activity else step
+    if number == signal.SIGKILL:
+        return f"the run was killed (SIGKILL){where}: by someone, or by the system because memory ran out"
+    return f"the run crashed{where} ({name})"
 
 
 def write_crash_summary(directory: Path, crash: Crash, *, overrides: Sequence[str]) -> None:
-    """Write ``summary.json`` for a run that could not do so itself; one without a step replaces no older summary.
-
-    Args:
-        directory: The run's.
-        crash: What happened.
-        overrides: The user's, without secrets.
-    """
+    """Write ``summary.json`` for a run that could not do so itself; one without a step replaces no older summary."""
     status = recorded_status()
     if "step" not in status and (directory / "summary.json").exists():
         return

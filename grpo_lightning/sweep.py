@@ -51,11 +51,7 @@ class SweepRecorder(Callback):
 
 
 def name_by_differences(config: DictConfig) -> None:
-    """Let the directories of jobs be named by what differs between them alone, or else by numbers.
-
-    Jobs are composed of the overrides of Hydra that ``config`` lists. A value with a slash, or a very long one, makes
-    no name of a directory.
-    """
+    """Name the directories of jobs by what differs between them, or by numbers where a value makes no name."""
     words: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     parsed = OverridesParser.create().parse_overrides(words)
     swept = [override for override in parsed if override.is_sweep_override()]
@@ -87,11 +83,7 @@ def job_overrides(config: DictConfig) -> list[list[str]] | None:
 
 
 def find_job(directory: Path, overrides: Sequence[str]) -> RunRecord | None:
-    """What an earlier start of a sweep has left of a job; None if nothing.
-
-    Args:
-        directory: The job's.
-        overrides: The job's.
+    """What an earlier start of a sweep has left of a job in its directory; None if nothing.
 
     Raises:
         ValueError: The directory holds a job of other settings.
@@ -132,14 +124,7 @@ def write_failure(directory: Path, overrides: Sequence[str], error: str) -> None
 
 
 def print_table(status: int) -> int:
-    """Print the table of the sweep that this process has made, if it has.
-
-    Args:
-        status: The exit status so far.
-
-    Returns:
-        The exit status: 1 in place of 0 if a job has failed.
-    """
+    """Print the table of the sweep that this process has made, if any; returns 1 for status 0 if a job has failed."""
     if not _started or os.environ.get("LOCAL_RANK", "0") != "0":
         return status
     directory, metric = _started.pop()

@@ -14,7 +14,6 @@ from grpo_lightning.callbacks.export import check_replaceable
 from grpo_lightning.checkpoint import rewind
 from grpo_lightning.checkpoint.resume import config_diff, find_checkpoint
 from grpo_lightning.config import ConfigError, check_config
-from grpo_lightning.config.consistency import OPTIONS
 from grpo_lightning.run import Run
 from tests.support.board import scalars
 from tests.support.composed import CONF, build, composed
@@ -215,16 +214,12 @@ def test_options_of_the_trainer_that_end_or_thin_a_run_are_refused():
     def check(option, value):
         check_config(config | {"trainer": config["trainer"] | {option: value}})
 
-    values = {"max_time": "00:04:00:00", "gradient_clip_algorithm": "value", "model_registry": "mine"}
-    for option, (allowed, instead) in OPTIONS.items():
-        for value in allowed:
+    for option, value in (
+        *(("max_steps", 3), ("max_epochs", None), ("max_time", "00:04:00:00"), ("limit_train_batches", 0.5)),
+        *(("limit_val_batches", 0), ("accumulate_grad_batches", 2), ("gradient_clip_algorithm", "value")),
+    ):
+        with pytest.raises(ConfigError, match=f"trainer.{option}="):
             check(option, value)
-        other = not allowed[0] if isinstance(allowed[0], bool) else 2
-        with pytest.raises(ConfigError) as error:
-            check(option, values.get(option, other))
-        (problem,) = error.value.problems
-        assert problem.startswith(f"trainer.{option}=")
-        assert problem.endswith(instead)
     for option, value in {"detect_anomaly": True, "benchmark": True, "deterministic": "warn"}.items():
         check(option, value)
     for path in (CONF / "trainer").glob("*.yaml"):
