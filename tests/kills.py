@@ -26,23 +26,16 @@ from tests.support.composed import ROOT
 from tests.support.running import SMALL
 
 COMMON = (
-    *SMALL,
-    "steps=16",
-    "validation.every=4",
-    "data.validation_size=16",
-    "validation.samples_per_prompt=8",
-    "data.prompts_per_step=8",
-    "rollout.max_new_tokens=32",
-    "callbacks.checkpoint.every=2",
-    "optimizer.lr=0.01",
+    *(*SMALL, "steps=16", "validation.every=4", "data.validation_size=16", "validation.samples_per_prompt=8"),
+    *("data.prompts_per_step=8", "rollout.max_new_tokens=32", "callbacks.checkpoint.every=2", "optimizer.lr=0.01"),
 )
+EPOCHS = ("module.ppo_epochs=2", "module.minibatch_size=16")
 TWO = ("trainer.accelerator=cpu", "trainer.devices=2")
 KINDS = {
-    "grpo, 2 epochs": ("module.ppo_epochs=2", "module.minibatch_size=16"),
+    "grpo, 2 epochs": EPOCHS,
     "episodes, 2 epochs": (
         *("environment=custom", "environment.function._target_=tests.support.games.vowels", "environment.timeout=60"),
-        *("reward=[environment,custom]", "advantage=to_go"),
-        *("module.ppo_epochs=2", "module.minibatch_size=16"),
+        *("reward=[environment,custom]", "advantage=to_go", *EPOCHS),
     ),
     "ddp, 2 processes": ("trainer=ddp", *TWO),
     "fsdp, 2 processes": ("trainer=fsdp", *TWO),
@@ -57,7 +50,7 @@ REQUIRED = (
 )
 OPTIONAL = ("train_ddp_process_1.log",)
 """What a finished run directory must hold, and what it may hold besides."""
-MOST_SECONDS = 120.0
+MAX_SECONDS = 120.0
 """That a run may take, starting Python included."""
 
 
@@ -80,58 +73,44 @@ class Started:
         lines = self.directory.with_suffix(".log").read_text(errors="replace").splitlines()
         return " | ".join(lines[-8:])[-1500:]
 
+    def first_phase(self) -> float:
+        """The moment at which its first phase begins."""
+        until = time.monotonic() + MAX_SECONDS
+        while not self.phases and self.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+        return time.monotonic()
+
     def kill(self) -> None:
         """End all of its processes at once, whatever they are doing."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def finish(self) -> float:
+        """Seconds from its first phase to its last; RuntimeError if it failed, or took too long."""
+        since = self.first_phase()
+        while self.process.poll() is None and "end" not in self.phases:
+            time.sleep(0.02)
+            if time.monotonic() - since > MAX_SECONDS:
+                self.kill()
+                raise RuntimeError(f"no end after {MAX_SECONDS:.0f} s: {self.output}")
+        took = time.monotonic() - since
+        if status := self.process.wait(MAX_SECONDS):
+            raise RuntimeError(f"exit status {status}: {self.output}")
+        return took
 
 
 def start(directory: Path, settings: tuple[str, ...]) -> Started:
     """Start train.py in a session of its own, continuing what the directory holds."""
     phases = directory.with_suffix(".phases")
     phases.unlink(missing_ok=True)
-    own = (
-        f"hydra.run.dir={directory}",
-        "checkpoint=last",
-        f"+callbacks.phases={{_target_: tests.support.killing.Phases, path: '{phases}'}}",
-    )
+    callback = f"+callbacks.phases={{_target_: tests.support.killing.Phases, path: '{phases}'}}"
+    own = (f"hydra.run.dir={directory}", "checkpoint=last", callback)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "train.py", *COMMON, *settings, *own]
     with directory.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "train.py", *COMMON, *settings, *own],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        streams: Any = {"stdout": log, "stderr": log}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
     return Started(directory, process)
-
-
-def began(run: Started) -> float:
-    """The moment at which its first phase begins."""
-    until = time.monotonic() + MOST_SECONDS
-    while not run.phases and run.process.poll() is None and time.monotonic() < until:
-        time.sleep(0.005)
-    return time.monotonic()
-
-
-def finish(run: Started) -> float:
-    """Seconds from its first phase to its last.
-
-    Raises:
-        RuntimeError: It failed, or took too long.
-    """
-    since = began(run)
-    while run.process.poll() is None and "end" not in run.phases:
-        time.sleep(0.02)
-        if time.monotonic() - since > MOST_SECONDS:
-            run.kill()
-            raise RuntimeError(f"no end after {MOST_SECONDS:.0f} s: {run.output}")
-    took = time.monotonic() - since
-    status = run.process.wait(MOST_SECONDS)
-    if status:
-        raise RuntimeError(f"exit status {status}: {run.output}")
-    return took
 
 
 def broken(directory: Path, settings: tuple[str, ...], seconds: float, chance: random.Random, most: int) -> list[str]:
@@ -140,17 +119,15 @@ def broken(directory: Path, settings: tuple[str, ...], seconds: float, chance: r
     wanted = chance.randint(1, most)
     while len(places) < wanted:
         run = start(directory, settings)
-        due = began(run) + chance.uniform(0.0, seconds * (1 if not places else 0.5))
+        due = run.first_phase() + chance.uniform(0.0, seconds * (1 if not places else 0.5))
         while time.monotonic() < due and run.process.poll() is None:
             time.sleep(min(0.002, max(0.0, due - time.monotonic())))
         if run.process.poll() is not None:  # it was quicker than the one that was measured
-            if run.process.returncode:
-                raise RuntimeError(f"exit status {run.process.returncode}: {run.output}")
             places.append("after its end")
             break
         run.kill()
         places.append((run.phases or ["before the first step"])[-1])
-    finish(start(directory, settings))
+    start(directory, settings).finish()
     return places
 
 
@@ -171,19 +148,20 @@ def difference(expected: Any, found: Any, where: str = "") -> str | None:
 
 def problems(unbroken: Path, directory: Path) -> list[str]:
     """What is wrong with a continued run: weights or optimizer state that differ, missing and leftover files."""
-    found = []
     one, other = (torch.load(place / "checkpoints/last.ckpt", weights_only=True) for place in (unbroken, directory))
-    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-        if place := difference(one[part], other[part], part):
-            found.append(f"{place} differs")
+    found = [
+        f"{place} differs"
+        for part in ("state_dict", "optimizer_states", "lr_schedulers")
+        if (place := difference(one[part], other[part], part))
+    ]
     if one["step"]["completed"] != other["step"]["completed"]:
         found.append(f"{other['step']['completed']} steps instead of {one['step']['completed']}")
     if (unbroken / "export/model.safetensors").read_bytes() != (directory / "export/model.safetensors").read_bytes():
         found.append("export/model.safetensors differs")
     paths = [path for path in directory.rglob("*") if not path.is_dir() or path.is_symlink()]
     files = {str(path.relative_to(directory)) for path in paths}
-    may_be = (*REQUIRED, *OPTIONAL)
-    if left := sorted(name for name in files if not any(fnmatch.fnmatch(name, allowed) for allowed in may_be)):
+    allowed = (*REQUIRED, *OPTIONAL)
+    if left := sorted(name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in allowed)):
         found.append(f"left over: {', '.join(left)}")
     if absent := sorted(pattern for pattern in REQUIRED if not fnmatch.filter(files, pattern)):
         found.append(f"absent: {', '.join(absent)}")
@@ -199,11 +177,10 @@ def main(count: int, seed: int, place: Path, *, most: int = 2) -> int:
         kind = list(KINDS)[number % len(KINDS)]
         unbroken = place / kind.partition(",")[0]
         if kind not in measured:
-            measured[kind] = finish(start(unbroken, KINDS[kind]))
-            print(f"{kind}: {measured[kind]:.1f} s from the first phase to the last, unbroken", flush=True)
-            for problem in problems(unbroken, unbroken):
-                print(f"  {problem}", flush=True)
-                bad += 1
+            measured[kind] = start(unbroken, KINDS[kind]).finish()
+            wrong = problems(unbroken, unbroken)
+            bad += bool(wrong)
+            print(f"{kind}: {measured[kind]:.1f} s from the first phase to the last, unbroken; {wrong}", flush=True)
         directory = place / f"round{number + 1}"
         try:
             places = broken(directory, KINDS[kind], measured[kind], chance, most)

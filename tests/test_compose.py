@@ -318,12 +318,11 @@ def test_a_module_that_gives_something_else_than_logits_is_named():
             return super().forward(ids).mean(1)
 
     run = grpo.compose(*TOKENS, policy=Pooled(), reward=low, data=[[1], [2]])
-    with pytest.raises(ValueError, match=r"of Pooled gave \(16, 16\) for ids \(16, 1\)"):
-        run.module.train_step([[1], [2]])
-    with pytest.raises(ValueError, match="of Model failed on ids up to 99 in rows of 2"):
+    for prompts, message in (([[1], [2]], r"Pooled .*\(16, 16\)"), (["words", "more"], "tokenizer")):
+        with pytest.raises(ValueError, match=message):
+            run.module.train_step(prompts)
+    with pytest.raises(ValueError, match="99"):  # the largest id is 15
         grpo.compose(*TOKENS, policy=Model(), reward=low, data=[[1], [2]]).module.train_step([[1, 99], [2, 3]])
-    with pytest.raises(ValueError, match="without a tokenizer"):
-        run.module.train_step(["words", "more"])
 
 
 def test_importing_the_package_needs_no_torch():

@@ -1,4 +1,4 @@
-"""Callbacks that end the process at a chosen moment, and that write down what was asked."""
+"""Callbacks that end the process at a chosen moment, and that write down what was asked and what is done."""
 
 import json
 import os
@@ -20,35 +20,34 @@ class Kill(Callback):
     """
 
     def __init__(self, step: int, moment: str, signal_number: int = int(signal.SIGKILL), rank: int = 0) -> None:
-        self.rank = rank
-        self.step = step
-        self.moment = moment
-        self.signal_number = signal_number
+        self.step, self.moment, self.signal_number, self.rank = step, moment, signal_number, rank
+        self.polls = 0
+
+    def kill(self):
+        os.kill(os.getpid(), self.signal_number)
 
     def on_fit_end(self, trainer, pl_module):
         if self.moment == "export":
-            os.kill(os.getpid(), self.signal_number)
+            self.kill()
 
     def setup(self, trainer, pl_module, stage):
         if trainer.global_rank != self.rank:
             return
         if self.moment == "loading":
-            os.kill(os.getpid(), self.signal_number)
-        seen = 0
+            self.kill()
         poll, apply = pl_module.poll, pl_module.apply_gradients
 
         def polled():
-            nonlocal seen
             moment = "rollout" if trainer.training else "validation"
             if moment == self.moment and pl_module.completed_steps + 1 == self.step and not trainer.sanity_checking:
-                seen += 1
-                if seen == 4:
-                    os.kill(os.getpid(), self.signal_number)
+                self.polls += 1
+                if self.polls == 4:
+                    self.kill()
             poll()
 
         def applied():
             if self.moment == "update" and pl_module.completed_steps + 1 == self.step:
-                os.kill(os.getpid(), self.signal_number)
+                self.kill()
             return apply()
 
         pl_module.poll, pl_module.apply_gradients = polled, applied
@@ -66,42 +65,35 @@ class Asked(Callback):
 
 
 class Phases(Callback):
-    """Appends a line to a file whenever the run comes to another phase: rollout, update, saving, validation.
-
-    Only the first process writes.
-    """
+    """Appends a line to a file whenever the first process comes to a rollout, an update, a save or a validation."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
 
-    def note(self, phase):
-        with self.path.open("a") as file:
-            file.write(f"{phase}\n")
+    def note(self, trainer, phase):
+        if trainer.global_rank == 0:
+            with self.path.open("a") as file:
+                file.write(f"{phase}\n")
 
     def setup(self, trainer, pl_module, stage):
-        if trainer.global_rank != 0:
-            return
         apply, save = pl_module.apply_gradients, trainer.save_checkpoint
 
         def applied():
-            self.note(f"update of step {pl_module.completed_steps + 1}")
+            self.note(trainer, f"update of step {pl_module.completed_steps + 1}")
             return apply()
 
         def saved(*args, **kwargs):
-            self.note(f"saving after step {pl_module.completed_steps}")
+            self.note(trainer, f"saving after step {pl_module.completed_steps}")
             save(*args, **kwargs)
-            self.note(f"saved after step {pl_module.completed_steps}")
+            self.note(trainer, f"saved after step {pl_module.completed_steps}")
 
         pl_module.apply_gradients, trainer.save_checkpoint = applied, saved
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.is_global_zero:
-            self.note(f"rollout of step {pl_module.completed_steps + 1}")
+        self.note(trainer, f"rollout of step {pl_module.completed_steps + 1}")
 
     def on_validation_start(self, trainer, pl_module):
-        if trainer.is_global_zero:
-            self.note(f"validation after step {pl_module.completed_steps}")
+        self.note(trainer, f"validation after step {pl_module.completed_steps}")
 
     def on_fit_end(self, trainer, pl_module):
-        if trainer.is_global_zero:
-            self.note("end")
+        self.note(trainer, "end")

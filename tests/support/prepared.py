@@ -1,8 +1,7 @@
 """Commands of Python in processes that have the libraries already, each seconds shorter than one that imports them.
 
 A fork server of its own, beside that of reward workers, imports torch and the like, and nothing of this package, and is
-forked for every command. What a test asks of the start of Python, such as what is imported at all, takes a Python of
-its own.
+forked for every command.
 """
 
 import atexit
@@ -41,22 +40,15 @@ def run(
 
 
 class Process:
-    """A command that runs, as subprocess.Popen has it.
-
-    Args:
-        arguments: A file, or ``-m`` and a module, and the arguments.
-        cwd: The directory in which it starts.
-        env: Its environment; this process's where none is given.
-        together: Whether what it writes to its errors stands in its output, too, as a terminal shows them.
-    """
+    """A command that runs, as subprocess.Popen has it; ``together`` writes errors into its output, too."""
 
     def __init__(
         self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None, together: bool = False
     ) -> None:
         self._place = tempfile.TemporaryDirectory()
-        self._out, self._errors = (Path(self._place.name) / name for name in ("out", "errors"))
-        self._errors.touch()
-        written = (str(self._out), str(self._out if together else self._errors))
+        self._files = [Path(self._place.name) / name for name in ("out", "errors")]
+        self._files[1].touch()
+        written = [str(self._files[0]), str(self._files[0 if together else 1])]
         given = ([*arguments], str(cwd), dict(os.environ if env is None else env), *written)
         self._process = FORKED.Process(target=_become, args=given)
         with mock.patch.object(forkserver, "connect_to_new_process", SERVER.connect_to_new_process):
@@ -65,7 +57,6 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
@@ -75,13 +66,13 @@ class Process:
         self._process.join(timeout)
         if self.returncode is None:
             self._process.kill()
-            raise subprocess.TimeoutExpired("python", timeout, self._out.read_bytes(), self._errors.read_bytes())
+            raise subprocess.TimeoutExpired("python", timeout, *(path.read_bytes() for path in self._files))
         return self.returncode
 
-    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+    def communicate(self, timeout: float = 300) -> tuple[str, ...]:
         """What it has written to its output and to its errors, once it has ended."""
         self.wait(timeout)
-        return self._out.read_text(errors="replace"), self._errors.read_text(errors="replace")
+        return tuple(path.read_text(errors="replace") for path in self._files)
 
 
 def _become(arguments: list[str], cwd: str, env: dict[str, str], out: str, errors: str) -> None:
