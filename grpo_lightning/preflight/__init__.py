@@ -3,8 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -42,22 +42,6 @@ _PHASES = {"rollout": ("rollout", "wake", "sync", "environment"), "reward": ("re
 """Phase -> those of the clock that count as it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """Some rollouts of one process's prompts, with their times."""
-
-    scored: Scored
-    """All completions, before any group filter or down-sampling."""
-    failed: dict[str, float]
-    """Reward with a timeout -> fraction of the completions on which it failed."""
-    prompts: int
-    """Prompts of each rollout."""
-    phases: dict[str, float]
-    """Median seconds of "rollout", "reward", "score" (the reference) and "update" for one rollout."""
-    memory: int
-    """Peak bytes: allocated on a GPU, resident on a CPU; without the optimizer's."""
-
-
 def run_preflight(
     module: GRPOLightningModule,
     data: PromptData,
@@ -84,8 +68,9 @@ def run_preflight(
     module.to(trainer.strategy.root_device)
     module.begin_without_trainer()
     with trainer.precision_plugin.train_step_context():
-        measured = measure(module, data, prompts=prompts, processes=trainer.world_size)
-    facts = summarize(module, data, measured, processes=trainer.world_size, predicted=predicted)
+        facts = measure(module, data, prompts=prompts, processes=trainer.world_size)
+    if predicted:
+        facts["memory_gib"]["predicted"] = predicted["peak"] / memory.GiB
     facts = redact_config(facts | {"verdict": list(advice(facts))})
     if is_first_process():
         for line in [*page(facts), "", *facts["verdict"]]:
@@ -94,8 +79,8 @@ def run_preflight(
     return facts
 
 
-def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, processes: int) -> Measurement:
-    """Collect rollouts of the next training prompts, and make the backward passes of an update, but no optimizer step.
+def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, processes: int) -> dict[str, Any]:
+    """Facts of rollouts of the next training prompts and of the backward passes of an update; no optimizer step.
 
     Of the processes, which divide a step's prompts, it measures one.
 
@@ -105,37 +90,75 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
     step, source = module.completed_steps, data.train
     rollout = resolve_schedules(module.rollout, step)
     unfiltered = replace(rollout, group_filter=None, max_tries=1, downsample=None)
-    size = min(-(-data.prompts_per_step // processes), prompts)
-    number = max(1, min(-(-prompts // size), len(source) // size))
-    first = step * data.prompts_per_batch
-    order = [source[prompt_index(data.seed, i, len(source))] for i in range(first, first + number * size)]
-    batches = [Prompts.collate(order[start : start + size]) for start in range(0, number * size, size)]
+    share = -(-data.prompts_per_step // processes)
+    num_prompts = min(share, prompts)
+    number = max(1, min(-(-prompts // num_prompts), len(source) // num_prompts))
+    first, count = step * data.prompts_per_batch, number * num_prompts
+    order = [source[prompt_index(data.seed, i, len(source))] for i in range(first, first + count)]
     if on_gpu := module.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(module.device)
-    collected, seconds = zip(*(_collect(module, unfiltered, batch, i) for i, batch in enumerate(batches)), strict=True)
-    # the first one also tries which ways of computing the model allows
+    collected, times = [], []
+    for i in range(number):
+        batch = Prompts.collate(order[i * num_prompts : (i + 1) * num_prompts])
+        module.clock.restart()
+        collected.append(module.collect(batch, unfiltered, module.context("preflight", step + i)))
+        times.append(module.clock.read())
+    # the first update also tries which ways of computing the model allows
     update = [_update(module, rollout, one) for one in collected[-2:]][-1]
-    return Measurement(
-        scored=Scored.concatenate([one.scored for one in collected]),
-        failed={
-            name.removeprefix("failure/"): sum(float(one.metrics[name]) for one in collected) / number
-            for name in collected[0].metrics
-            if name.startswith("failure/")
+    scale = share / num_prompts
+    phases = {
+        phase: scale * median(sum(seconds.get(name, 0.0) for name in names) for seconds in times)
+        for phase, names in _PHASES.items()
+    } | {"update": scale * update}
+
+    scored = Scored.concatenate([one.scored for one in collected])
+    size, shape = scored.group_size, (len(scored.prompts), scored.group_size)
+    total, right = scored.rewards["total"].view(shape), scored.right.double().view(shape)
+    groups = {
+        str(other): {
+            "signal": signal_share(total, other),
+            "mixed": signal_share(right, other),
+            "seconds": sum(phases.values()) * other / size,
+        }
+        for other in sorted({*GROUP_SIZES, size})
+    }
+    best = max(group["signal"] for group in groups.values())
+    paying = [int(other) for other, group in groups.items() if group["signal"] >= SUFFICIENT * best > 0]
+    validated = len(data.validation) * module.validation.samples_per_prompt / (processes * share * size)
+    validation_seconds = (phases["rollout"] + phases["reward"]) * validated
+    if rollout.group_filter is not None:  # samples again until it has enough
+        passing = groups[str(size)]["mixed"]
+        tries = min(float(rollout.max_tries), math.ceil(1 / passing) if passing else math.inf)
+        phases |= {phase: phases[phase] * tries for phase in ("rollout", "reward")}
+    left, every = range(step, module.steps), module.validation.every
+    validations = sum(number % every == 0 for number in left) + 1
+    lengths, environment = scored.sampled.mask.sum(-1).float().cpu(), rollout.environment
+    completions = {
+        "length_mean": float(lengths.mean()),
+        "length_p95": float(lengths.quantile(0.95)),
+        "length_max": float(lengths.max()),
+        "max_new_tokens": rollout.max_new_tokens,
+        "truncated": 1 - sum(scored.sampled.finished) / len(scored.sampled.finished),
+    }
+    peak = torch.cuda.max_memory_allocated(module.device) if on_gpu else peak_memory()
+    return {
+        "prompts": len(scored.prompts),
+        "group_size": size,
+        "outcome": rollout.scorer.outcome_name,
+        "right": float(scored.right.float().mean()),
+        "rewards": {name: _reward(name, values, collected) for name, values in scored.rewards.items()},
+        "completions": completions | ({} if environment is None else {"max_turns": environment.max_turns}),
+        "groups": groups,
+        "pays": min(paying, default=None),
+        "step": phases | {"total": sum(phases.values())},
+        "memory_gib": {"measured": peak / memory.GiB},
+        "run": {
+            "steps": len(left),
+            "validations": validations,
+            "validation_seconds": validation_seconds,
+            "seconds": len(left) * sum(phases.values()) + validations * validation_seconds,
         },
-        prompts=size,
-        phases={phase: median(one[phase] for one in seconds) for phase in _PHASES} | {"update": update},
-        memory=torch.cuda.max_memory_allocated(module.device) if on_gpu else peak_memory(),
-    )
-
-
-def _collect(
-    module: GRPOLightningModule, rollout: Collector, prompts: Prompts, number: int
-) -> tuple[Collected, dict[str, float]]:
-    """A rollout, and its seconds by phase."""
-    module.clock.restart()
-    collected = module.collect(prompts, rollout, module.context("preflight", module.completed_steps + number))
-    seconds = module.clock.read()
-    return collected, {phase: sum(seconds.get(name, 0.0) for name in names) for phase, names in _PHASES.items()}
+    }
 
 
 def _update(module: GRPOLightningModule, rollout: Collector, collected: Collected) -> float:
@@ -162,80 +185,15 @@ def _update(module: GRPOLightningModule, rollout: Collector, collected: Collecte
     return seconds * rollout.downsample(rewards).shape[-1] / rewards.shape[-1]
 
 
-def summarize(
-    module: GRPOLightningModule,
-    data: PromptData,
-    measured: Measurement,
-    *,
-    processes: int,
-    predicted: Mapping[str, float],
-) -> dict[str, Any]:
-    """The facts of ``preflight.json``, arguments as in `run_preflight`."""
-    scored, share = measured.scored, -(-data.prompts_per_step // processes)
-    lengths, environment = scored.sampled.mask.sum(-1).float().cpu(), module.rollout.environment
-    size = scored.group_size
-    completions = {
-        "length_mean": float(lengths.mean()),
-        "length_p95": float(lengths.quantile(0.95)),
-        "length_max": float(lengths.max()),
-        "max_new_tokens": resolve_schedules(module.rollout, module.completed_steps).max_new_tokens,
-        "truncated": 1 - sum(scored.sampled.finished) / len(scored.sampled.finished),
-    }
-    shape = (len(scored.prompts), size)
-    total, right = scored.rewards["total"].view(shape), scored.right.double().view(shape)
-    scale = share / measured.prompts
-    groups = {
-        str(other): {
-            "signal": signal_share(total, other),
-            "mixed": signal_share(right, other),
-            "seconds": sum(measured.phases.values()) * scale * other / size,
-        }
-        for other in sorted({*GROUP_SIZES, size})
-    }
-    best = max(group["signal"] for group in groups.values())
-    paying = [int(other) for other, group in groups.items() if group["signal"] >= SUFFICIENT * best > 0]
-    tries = 1.0  # of a group filter, which samples again until it has enough
-    if module.rollout.group_filter is not None:
-        passing = groups[str(size)]["mixed"]
-        tries = min(float(module.rollout.max_tries), math.ceil(1 / passing) if passing else math.inf)
-    phases = {
-        phase: seconds * scale * (tries if phase in ("rollout", "reward") else 1.0)
-        for phase, seconds in measured.phases.items()
-    }
-    left, every = range(module.completed_steps, module.steps), module.validation.every
-    validations = sum(step % every == 0 for step in left) + 1
-    per_completion = (measured.phases["rollout"] + measured.phases["reward"]) / (measured.prompts * size)
-    validated = len(data.validation) * module.validation.samples_per_prompt / processes
-    return {
-        "prompts": len(scored.prompts),
-        "group_size": size,
-        "outcome": module.rollout.scorer.outcome_name,
-        "right": float(scored.right.float().mean()),
-        "rewards": {name: _reward(values, measured.failed.get(name)) for name, values in scored.rewards.items()},
-        "completions": completions | ({} if environment is None else {"max_turns": environment.max_turns}),
-        "groups": groups,
-        "pays": min(paying, default=None),
-        "step": phases | {"total": sum(phases.values())},
-        "memory_gib": {"measured": measured.memory / memory.GiB}
-        | ({"predicted": predicted["peak"] / memory.GiB} if predicted else {}),
-        "run": {
-            "steps": len(left),
-            "validations": validations,
-            "validation_seconds": per_completion * validated,
-            "seconds": len(left) * sum(phases.values()) + validations * per_completion * validated,
-        },
-    }
-
-
-def _reward(values: Tensor, failed: float | None) -> dict[str, Any]:
-    """Mean, spread and missing values of a reward [B]."""
+def _reward(name: str, values: Tensor, collected: Sequence[Collected]) -> dict[str, Any]:
+    """Mean, spread and missing values of a reward [B], and on which fraction it failed; None without a timeout."""
+    failed = [float(one.metrics[key]) for one in collected if (key := f"failure/{name}") in one.metrics]
     known = values[values.isfinite()].double()
-    names = ("mean", "std", "min", "max")
     spread = [known.mean(), known.std(correction=0), known.min(), known.max()] if len(known) else [None] * 4
     return {
         "none": 1 - len(known) / len(values),
-        "failed": failed,
-        **{name: None if value is None else float(value) for name, value in zip(names, spread, strict=True)},
+        "failed": sum(failed) / len(failed) if failed else None,
+        **{k: None if v is None else float(v) for k, v in zip(("mean", "std", "min", "max"), spread, strict=True)},
     }
 
 

@@ -197,16 +197,15 @@ def _metrics(metrics: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
 def _line(settings: Mapping[str, str], runs: Iterable[RunRecord], metric: str, curves: bool) -> Line | None:
     """A metric of runs; None if none of them has it."""
     each = [(run.seed, run.metric(metric, curve=curves)) for run in sorted(runs, key=lambda run: _order(run.seed))]
-    known = [(seed, summary) for seed, summary in each if summary]
+    known = [(seed, values) for seed, values in each if values]
     if not known:
         return None
     at_steps: dict[int, list[tuple[str, float]]] = {}
-    for seed, summary in known:
-        for step, value in summary.curve:
+    for seed, values in known:
+        for step, value in values.get("curve", ()):
             at_steps.setdefault(step, []).append((seed, value))
-    last = _by_seed((seed, summary.last) for seed, summary in known)
-    first, mean, deviation = (
-        _by_seed((seed, getattr(summary, name)) for seed, summary in known) for name in ("first", "mean", "deviation")
+    last, first, mean, deviation = (
+        _by_seed((seed, values.get(name)) for seed, values in known) for name in ("last", "first", "mean", "deviation")
     )
     return Line(
         settings=settings,
@@ -215,9 +214,9 @@ def _line(settings: Mapping[str, str], runs: Iterable[RunRecord], metric: str, c
         first=estimate([*first.values()]) if first else None,
         mean=estimate([*mean.values()]) if mean else None,
         deviation=estimate([*deviation.values()]) if deviation else None,
-        lowest=min((summary.low for _, summary in known if summary.low is not None), default=None),
-        highest=max((summary.high for _, summary in known if summary.high is not None), default=None),
-        curve={step: estimate([*_by_seed(values).values()]) for step, values in sorted(at_steps.items())},
+        lowest=min((values["min"] for _, values in known if "min" in values), default=None),
+        highest=max((values["max"] for _, values in known if "max" in values), default=None),
+        curve={step: estimate([*_by_seed(pairs).values()]) for step, pairs in sorted(at_steps.items())},
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import pstdev
+from statistics import fmean, pstdev
 from typing import Any
 
 import yaml
@@ -24,21 +24,6 @@ Points = list[tuple[int, float]]
 
 class ReportError(ValueError):
     """There is nothing to report; the message is one sentence."""
-
-
-@dataclass(frozen=True)
-class MetricSummary:
-    """How a metric developed in one run."""
-
-    last: float
-    first: float | None = None
-    mean: float | None = None
-    low: float | None = None
-    high: float | None = None
-    deviation: float | None = None
-    """Standard deviation over the steps."""
-    curve: Sequence[tuple[int, float]] = ()
-    """(step, value), by step; empty where only ``summary.json`` was read."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +62,18 @@ class RunRecord:
         listed = {name for part in ("metrics", "values") for name in self.summary.get(part, ())}
         return listed or set(self.curves)
 
-    def metric(self, name: str, *, curve: bool = False) -> MetricSummary | None:
-        """How a metric developed, or None; unless the curve is wanted, from ``summary.json``, which is faster."""
-        values: Mapping[str, float] = self.summary.get("values", {}).get(name, {})
+    def metric(self, name: str, *, curve: bool = False) -> dict[str, Any]:
+        """How a metric developed: "last", and "first", "mean", "min" and "max" where they are known; empty without it.
+
+        With ``curve`` all values are read instead of ``summary.json``, for "deviation" over the steps and "curve", too.
+        """
+        values: dict[str, Any] = self.summary.get("values", {}).get(name, {})
         if (curve or not values) and (points := self.curves.get(name)):
             each = [value for _, value in points]
-            mean = math.fsum(each) / len(each)
-            return MetricSummary(each[-1], each[0], mean, min(each), max(each), pstdev(each), points)
-        if values:
-            return MetricSummary(
-                values["last"], values.get("first"), values.get("mean"), values.get("min"), values.get("max")
-            )
+            values = {"first": each[0], "last": each[-1], "mean": fmean(each), "min": min(each), "max": max(each)}
+            return values | {"deviation": pstdev(each), "curve": points}
         last: float | None = self.summary.get("metrics", {}).get(name)
-        return None if last is None else MetricSummary(last)
+        return values or ({} if last is None else {"last": last})
 
     def setting(self, key: str) -> str | None:
         """The value of a setting: as overridden, or else as chosen or composed; None if it is unknown."""
