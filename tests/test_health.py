@@ -82,77 +82,94 @@ GOOD = {
 }
 
 
-def course(length, **later):
+def run(length=60, **later):
     """``length`` rollouts; of each name ``later`` has what it is from which rollout on, such as {11: 0.7}."""
     rows = []
     for step in range(1, length + 1):
         row = dict(GOOD)
         for name, values in later.items():
             full = next(key for key in GOOD if key.endswith(name))
-            row[full] = next(
-                (value for start, value in sorted(values.items(), reverse=True) if step >= start), row[full]
-            )
+            reached = [value for start, value in sorted(values.items()) if step >= start]
+            row[full] = reached[-1] if reached else row[full]
         rows.append(row)
     return rows
 
 
-@pytest.mark.parametrize(
-    "rows, expected",
-    [
-        (course(60), None),
-        # the mean of ten: nine of 0.02 and one of 1 are 0.118; eight and two 0.216; limits are 0.3 and 0.12
-        (course(60, truncated_fraction={21: 0.119}), None),
-        (course(60, truncated_fraction={21: 0.13}), ("truncation", 30)),
-        (course(60, truncated_fraction={1: 0.28}), None),
-        (course(60, truncated_fraction={1: 0.31}), ("truncation", 10)),
-        # 40 tokens at first, 60 is half as much again; two of ten at 100 are 52, four 64
-        (course(60, length_mean={21: 59.0}), None),
-        (course(60, length_mean={21: 100.0}), ("length", 24)),
-        (course(60, length_mean={21: 61.0}, accuracy={21: 0.7}), None),  # longer and better
-        (course(60, mixed={21: 0.21}), None),
-        (course(60, mixed={21: 0.1}), ("teaching", 29)),  # 8 of 10: (2 * .6 + 8 * .1) / 10 = .2; 9 of 10: .15
-        (course(60, mixed={31: 0.1}, accuracy={21: 0.7}), None),  # learned what there was
-        (course(60, entropy={21: 0.021}), None),
-        (course(60, entropy={21: 0.019}), ("entropy", 30)),
-        (course(60, entropy={21: 0.015}, all_right={21: 0.6}), None),
-        (course(60, entropy={21: 0.005}, all_right={21: 0.6}), ("entropy", 30)),
-        (course(60, entropy={21: 0.005}, all_right={21: 0.6}, accuracy={11: 0.7}), None),
-        (course(60, clip_fraction={21: 0.29}), None),
-        (course(60, clip_fraction={21: 0.31}), ("clipping", 30)),
-        (course(60, kl_divergence={1: 0.9}), None),  # large from the start, and steady
-        (course(60, kl_divergence={21: 0.49}), None),
-        (course(60, kl_divergence={21: 0.6}), ("kl", 29)),  # 9 of 10: .55, beside .1 before
-        (course(60, grad_norm={30: 6.0, 33: 0.5}), None),
-        (course(60, grad_norm={30: 4.9, 34: 0.5}), None),
-        (course(60, grad_norm={30: 6.0, 34: 0.5}), ("spikes", 33)),
-        (course(60, grad_norm={11: 0.05, 40: 1.0, 44: 0.05}), None),  # usual in the beginning
-        (course(60, skipped={30: 1.0, 31: 2.0, 32: 3.0}), None),
-        (course(60, skipped={30: 1.0, 31: 2.0, 32: 3.0, 50: 4.0}), None),  # more than 19 rollouts apart
-        (course(60, skipped={30: 1.0, 31: 2.0, 32: 3.0, 40: 4.0}), ("spikes", 40)),
-        # outcome .5, a tenth of max(.5, .5) below is .45; the mean of ten with five of .3 is .4, with three .44
-        (course(60, accuracy={21: 0.3}, total={21: 1.1}), ("hacking", 23)),
-        (course(60, accuracy={21: 0.3}), None),  # the total does not rise
-        (course(60, accuracy={21: 0.46}, total={21: 1.1}), None),
-        # a quarter of .5 is .125: five of .1 reach it, four of .1 and one of .5 are .18; KL above 2 needs half
-        (course(60, accuracy={21: 0.1}, total={21: 0.5}), ("learning_rate", 25)),
-        (course(60, accuracy={21: 0.2}, total={21: 0.5}), None),
-        (course(60, accuracy={21: 0.2}, total={21: 0.5}, kl_divergence={1: 2.5}), ("learning_rate", 25)),
-        (course(60, accuracy={21: 0.3}, total={21: 0.5}, kl_divergence={1: 2.5}), None),
-    ],
-)
-def test_rules_find_what_they_say(rows, expected):
-    found = examined(rows)
-    assert [(one["rule"], one["step"]) for one in found] == ([expected] if expected else [])
+RULES_BY_HAND = [
+    (run(), None),
+    # the mean of ten: nine of 0.02 and one of 1 are 0.118; eight and two 0.216; limits are 0.3 and 0.12
+    (run(truncated_fraction={21: 0.119}), None),
+    (run(truncated_fraction={21: 0.13}), ("truncation", 30)),
+    (run(truncated_fraction={1: 0.28}), None),
+    (run(truncated_fraction={1: 0.31}), ("truncation", 10)),
+    # 40 tokens at first, 60 is half as much again; two of ten at 100 are 52, four 64
+    (run(length_mean={21: 59.0}), None),
+    (run(length_mean={21: 100.0}), ("length", 24)),
+    (run(length_mean={21: 61.0}, accuracy={21: 0.7}), None),  # longer and better
+    (run(mixed={21: 0.21}), None),
+    (run(mixed={21: 0.1}), ("teaching", 29)),  # 8 of 10: (2 * .6 + 8 * .1) / 10 = .2; 9 of 10: .15
+    (run(mixed={31: 0.1}, accuracy={21: 0.7}), None),  # learned what there was
+    (run(entropy={21: 0.021}), None),
+    (run(entropy={21: 0.019}), ("entropy", 30)),
+    (run(entropy={21: 0.015}, all_right={21: 0.6}), None),
+    (run(entropy={21: 0.005}, all_right={21: 0.6}), ("entropy", 30)),
+    (run(entropy={21: 0.005}, all_right={21: 0.6}, accuracy={11: 0.7}), None),
+    (run(clip_fraction={21: 0.29}), None),
+    (run(clip_fraction={21: 0.31}), ("clipping", 30)),
+    (run(kl_divergence={1: 0.9}), None),  # large from the start, and steady
+    (run(kl_divergence={21: 0.49}), None),
+    (run(kl_divergence={21: 0.6}), ("kl", 29)),  # 9 of 10: .55, beside .1 before
+    (run(grad_norm={30: 6.0, 33: 0.5}), None),
+    (run(grad_norm={30: 4.9, 34: 0.5}), None),
+    (run(grad_norm={30: 6.0, 34: 0.5}), ("spikes", 33)),
+    (run(grad_norm={11: 0.05, 40: 1.0, 44: 0.05}), None),  # usual in the beginning
+    (run(skipped={30: 1.0, 31: 2.0, 32: 3.0, 50: 4.0}), None),  # more than 19 rollouts apart
+    (run(skipped={30: 1.0, 31: 2.0, 32: 3.0, 40: 4.0}), ("spikes", 40)),
+    # outcome .5, a tenth of max(.5, .5) below is .45; the mean of ten with five of .3 is .4, with three .44
+    (run(accuracy={21: 0.3}, total={21: 1.1}), ("hacking", 23)),
+    (run(accuracy={21: 0.3}), None),  # the total does not rise
+    (run(accuracy={21: 0.46}, total={21: 1.1}), None),
+    # a quarter of .5 is .125: five of .1 reach it, four of .1 and one of .5 are .18; KL above 2 needs half
+    (run(accuracy={21: 0.1}, total={21: 0.5}), ("learning_rate", 25)),
+    (run(accuracy={21: 0.2}, total={21: 0.5}), None),
+    (run(accuracy={21: 0.2}, total={21: 0.5}, kl_divergence={1: 2.5}), ("learning_rate", 25)),
+    (run(accuracy={21: 0.3}, total={21: 0.5}, kl_divergence={1: 2.5}), None),
+]
+
+
+def test_rules_find_what_they_say():
+    for number, (rows, expected) in enumerate(RULES_BY_HAND):
+        found = [(finding["rule"], finding["step"]) for finding in examined(rows)]
+        assert found == ([expected] if expected else []), number
+
+
+SIGNAL = {"advantage/std": 0.9, "advantage/mean": 1e-9, "reward/total": 0.5, "optim/grad_norm": 0.1}
+EQUAL = {"advantage/std": 0.0, "advantage/mean": 0.0, "reward/std": 6e-8, "reward/total": 0.6, "optim/grad_norm": 0.02}
+FLAT = SIGNAL | {"optim/grad_norm": 0.0}
+
+
+def test_a_rollout_with_signal_starts_the_count_anew():
+    for rollouts, expected in (
+        ([EQUAL, EQUAL, SIGNAL, EQUAL, EQUAL], []),
+        ([EQUAL, EQUAL, SIGNAL, EQUAL, EQUAL, EQUAL, SIGNAL, EQUAL, EQUAL, EQUAL], [("standstill", 6)]),
+        ([EQUAL | {"optim/grad_norm": 0.0}] * 4, [("standstill", 3)]),
+        ([FLAT, FLAT, EQUAL | {"optim/grad_norm": 0.0}, FLAT, FLAT], []),
+        ([FLAT] * 8, [("no_gradient", 3)]),
+        ([{"optim/grad_norm": 0.3}] * 5, []),  # supervised training has no rewards
+        ([EQUAL | {"advantage/mean": 0.1}] * 5, []),  # the same for all, and yet it has signal
+        ([EQUAL | {"reward/std": 0.1}] * 5, []),  # the tokens that would have signal are masked
+    ):
+        assert [(one["rule"], one["step"]) for one in examined(rollouts, outcome=None, patience=3)] == expected
 
 
 def test_a_falling_pass_at_1_is_hacking_only_where_the_reward_rises():
-    def run(total):
-        rows = course(40, total={21: total})
+    def validated(total):
+        rows = run(40, total={21: total})
         return [{"val/pass@1": 0.6}, *rows[:20], {"val/pass@1": 0.7}, *rows[20:], {"val/pass@1": 0.55}, rows[-1]]
 
-    assert [one["rule"] for one in examined(run(1.1))] == ["hacking"]
-    assert examined(run(0.95)) == []
-    assert examined(run(1.1)[:-2]) == []
+    assert [one["rule"] for one in examined(validated(1.1))] == ["hacking"]
+    assert examined(validated(0.95)) == []
+    assert examined(validated(1.1)[:-2]) == []
 
 
 def test_metrics_that_a_run_does_not_have_are_no_symptom():
@@ -161,7 +178,7 @@ def test_metrics_that_a_run_does_not_have_are_no_symptom():
 
 
 def test_a_history_continues_from_its_state():
-    rows = course(60, accuracy={21: 0.3}, total={21: 1.1})
+    rows = run(60, accuracy={21: 0.3}, total={21: 1.1})
     whole, parts = HealthHistory(patience=10), HealthHistory(patience=10)
     for row in rows:
         whole.add(row, "accuracy")
@@ -193,18 +210,3 @@ def test_a_hopeless_run_is_ended_and_can_be_continued(tmp_path):
 def test_a_healthy_run_says_so(tmp_path):
     small_run(tmp_path, "steps=2", "validation.every=2")
     assert json.loads((tmp_path / "health.json").read_text()) == {"findings": []}
-
-
-def test_a_rollout_with_a_difference_starts_the_count_anew():
-    signal = {"advantage/std": 0.9, "advantage/mean": 0.0, "reward/total": 0.5, "optim/grad_norm": 0.1}
-    equal = signal | {"advantage/std": 0.0, "reward/std": 6e-8, "optim/grad_norm": 0.02}
-    flat = signal | {"optim/grad_norm": 0.0}
-    for rows, step in (
-        ([equal, equal, signal, equal, equal], None),
-        ([equal, equal, signal, equal, equal, equal, signal], 6),
-        ([flat, flat, signal, flat, flat], None),
-        ([flat] * 8, 3),
-        ([equal | {"advantage/mean": 0.1}] * 5, None),  # the same for all, and yet there is signal
-        ([equal | {"reward/std": 0.1}] * 5, None),  # the tokens with signal are masked
-    ):
-        assert [one["step"] for one in examined(rows, outcome=None, patience=3)] == ([step] if step else []), rows
