@@ -269,7 +269,7 @@ def test_what_cannot_be_played_is_named(monkeypatch):
     for given, words in [
         ({}, "id: expected the name of an environment, or null and make, got None"),
         ({"id": "Nowhere-v0"}, "id: cannot make the environment 'Nowhere-v0': "),
-        (frozen | {"kwargs": {"map_name": None}}, "expected an environment whose beginning the seed decides; 'Frozen"),
+        (frozen | {"kwargs": {"map_name": None}}, "id: the seed does not decide how 'FrozenLake-v1' begins"),
         (frozen | {"actions": {"a": 4}}, r"actions: expected actions of Discrete\(4\), got a: 4"),
         (frozen | {"actions": []}, "actions: expected a mapping such as"),
         ({"id": "Pendulum-v1"}, "describe: Pendulum-v1 has no text rendering"),

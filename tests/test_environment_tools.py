@@ -390,7 +390,7 @@ def test_a_cell_at_a_limit_leaves_nothing_behind():
     limit = "(ended: all cells together may take 1 s, and 1 s of computing; what this cell has defined is lost)"
     assert replies == ["(no output)", limit, "1", replies[3], replies[4], "1"]
     assert replies[3].startswith("NameError: name 'time' is not defined")
-    assert replies[4].endswith("(ended: it printed more than 1048576 bytes; what this cell has defined is lost)")
+    assert replies[4].endswith("(ended by the limit on output; what this cell has defined is lost)")
     assert replies[4].startswith("a" * 1000 + "\n… (")
     assert len(replies[4]) < 2200
     assert time.monotonic() - began < 6  # the cell that sleeps has run once

@@ -21,14 +21,10 @@ ARGUMENTS = ("turns", "replies", "prompt", "rng")
 
 
 class EpisodeError(ValueError):
-    """An environment that cannot be called, or has failed too often.
-
-    Args:
-        message: What happened; control characters, which a function's own texts may hold, become escapes.
-    """
+    """An environment that cannot be called, or has failed too often."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(single_line(message))
+        super().__init__(single_line(message))  # it may hold texts of the function or the model
 
 
 class BadCall(str):
@@ -81,10 +77,23 @@ class Environment:
             raise ValueError(f"function: expected a callable (`_partial_: true` in YAML), got {self.function!r:.80}")
         if is_coroutine_function(self.function):
             raise ValueError(f"function: expected no coroutine function (async def), got {self.name}")
-        if _is_generator(self.function):
+        if inspect.isgeneratorfunction(self.function):
             object.__setattr__(self, "function", GeneratorEnvironment(self.function))
         if wrong := problems(ENVIRONMENT, {**vars(self), "role": self.reply_role}):
             raise ValueError("; ".join(wrong))
+
+    def __call__(self, *, named: Mapping[str, Any], seed: Sequence[int] | None) -> "StepResult":
+        """Call the function with copies, in this process or in a worker.
+
+        Args:
+            named: Arguments by name.
+            seed: Of the generator ``rng``, which is the same on any machine; None: the function takes none.
+        """
+        passed = copy.deepcopy(dict(named))
+        if seed is not None:
+            digest = hashlib.sha256(",".join(map(str, seed)).encode()).digest()
+            passed["rng"] = random.Random(int.from_bytes(digest, "big"))
+        return StepResult.of(self.function(**passed), self.max_reply)
 
     @property
     def name(self) -> str:
@@ -123,12 +132,11 @@ class GeneratorEnvironment:
         function: The generator function; it takes the columns, ``prompt`` and ``rng`` that it names.
 
     Raises:
-        ValueError: On construction, if ``function`` is no generator function, or names ``turns`` or ``replies``, which
-            come by ``yield``.
+        ValueError: On construction, if ``function`` is no generator function.
     """
 
     def __init__(self, function: Callable[..., Generator[Any, str, Any]]) -> None:
-        if not _is_generator(function):
+        if not inspect.isgeneratorfunction(function):
             raise ValueError(f"function: expected a generator function (def with yield), got {function!r:.80}")
         self.function = function
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -140,11 +148,7 @@ class GeneratorEnvironment:
         )
 
     def __call__(self, *, turns: Sequence[str], replies: Sequence[str], **named: Any) -> Any:
-        """What the generator yields or returns after the last turn.
-
-        Raises:
-            ValueError: The generator replies otherwise than before, or yields and returns what it may not.
-        """
+        """What the generator yields or returns after the last turn."""
         episode, value = self.function(**named), None
         try:
             if next(episode, "a return") is not None:
@@ -201,30 +205,6 @@ class StepResult:
         )
 
 
-class EnvironmentCall:
-    """One call of an environment's function, in this process or in a worker.
-
-    Args:
-        function: As in `Environment`.
-        max_reply: The most characters of a reply.
-    """
-
-    def __init__(self, function: Callable[..., Any], max_reply: int) -> None:
-        self.function, self._max_reply = function, max_reply
-
-    def __call__(self, *, named: Mapping[str, Any], seed: Sequence[int] | None) -> StepResult:
-        """Call the function with copies.
-
-        Args:
-            named: Arguments by name.
-            seed: Of the generator ``rng``; None: the function takes none.
-        """
-        passed = copy.deepcopy(dict(named))
-        if seed is not None:
-            passed["rng"] = _generator(seed)
-        return StepResult.of(self.function(**passed), self._max_reply)
-
-
 def check_columns(environment: Environment, column_names: Collection[str]) -> list[str]:
     """Check that an environment can be called with these columns; needs no data, so that a run can do it first.
 
@@ -248,18 +228,6 @@ def _number(value: Any) -> float | None:
     value = value.tolist() if hasattr(value, "tolist") else value  # of torch and numpy
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if is_number else None
-
-
-def _generator(seed: Sequence[int]) -> random.Random:
-    """A generator of random numbers that is the same for the same seed, on any machine and in any process."""
-    text = ",".join(str(int(one)) for one in seed)
-    return random.Random(int.from_bytes(hashlib.sha256(text.encode()).digest(), "big"))
-
-
-def _is_generator(function: Any) -> bool:
-    while isinstance(function, partial):
-        function = function.func
-    return inspect.isgeneratorfunction(function) or inspect.isgeneratorfunction(type(function).__call__)
 
 
 def _innermost(function: Any) -> Any:

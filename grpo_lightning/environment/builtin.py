@@ -31,12 +31,6 @@ def calculator(turns: Sequence[str]) -> str | None:
     A turn with a complete ``<answer>…</answer>`` is the last one, whatever else it says. Of several calls in a turn the
     last one counts. A call that cannot be computed gets a reply that says why.
 
-    Args:
-        turns: The model's turns so far; the last one is new.
-
-    Returns:
-        The result, such as ``408``, or ``error: …``; None where there is no call, so that the rewards judge the turn.
-
     Example:
         ``calculator(["calc(12*34)="])`` is ``"408"``, ``calculator([…, "<answer>408</answer>"])`` is None.
     """
@@ -55,11 +49,7 @@ def calculator(turns: Sequence[str]) -> str | None:
 
 
 def _evaluate(expression: str) -> Fraction:
-    """The exact value of an untrusted expression of decimal numbers, ``+``, ``-``, ``*``, ``/`` and brackets.
-
-    Raises:
-        ValueError: It is too long, has other characters, is no such expression, or divides by zero.
-    """
+    """The exact value of an untrusted expression of decimal numbers, ``+``, ``-``, ``*``, ``/`` and brackets."""
     if len(expression) > _MAX_EXPRESSION:
         raise ValueError(f"more than {_MAX_EXPRESSION} characters")
     if strange := sorted(set(expression) - _CHARACTERS):
@@ -100,12 +90,6 @@ def guess(
 
     Returns:
         1.0 for the number, 0.0 for another guess in the last turn, else ``higher``, ``lower``, or what a guess is.
-
-    Raises:
-        ValueError: The number is not one of 1 to ``highest``.
-
-    Example:
-        ``guess(["16"], 21, rng, guesses=5, highest=31)`` is ``"higher"``, ``guess(["16", "21"], 21, …)`` is 1.0.
     """
     if not 1 <= number <= highest:
         raise ValueError(f"column 'number': expected 1 to {highest}, the highest, got {number}")
@@ -153,12 +137,7 @@ class Retry:
         self._verifier, self._max_turns, self._discount, self._reply = verifier, max_turns, discount, reply
 
     def __call__(self, *, turns: Sequence[str], prompt: Any, **columns: Any) -> str | float | None:
-        """Score or reply to the last turn.
-
-        Args:
-            turns: The model's turns so far; the last is new.
-            prompt: Of the row, for a verifier that names ``prompts``.
-            **columns: Of the row, for a verifier that names them.
+        """Score or reply to the last turn; the verifier gets what it names of ``prompt`` and ``columns``.
 
         Raises:
             ValueError: A column is missing, or the verifier returns something else than a number or None.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.config.redaction import single_line
 from grpo_lightning.distributed import signals
-from grpo_lightning.environment.base import Environment, EnvironmentCall, EpisodeError, StepResult, check_columns
+from grpo_lightning.environment.base import Environment, EpisodeError, StepResult, check_columns
 from grpo_lightning.reward import workers
 from grpo_lightning.reward.spec import describe_error
 from grpo_lightning.supervisor import doing
@@ -66,7 +66,6 @@ class Episodes:
         self._takes = frozenset(check_columns(environment, columns))
         self._environment, self._prompts, self._columns, self._seeds = environment, prompts, columns, seeds
         self._poll = poll
-        self._call = EnvironmentCall(environment.function, environment.max_reply)
         self._episodes = [_Episode() for _ in prompts]
         self._num_bad_calls = self._num_cut = 0
         self.is_slow = environment.timeout is not None
@@ -81,9 +80,8 @@ class Episodes:
         episode = self._episodes[row]
         episode.turns.append(text)
         episode.is_open = True
-        if self._environment.timeout is not None:
-            # Its own pickles say what cannot be pickled: an error of the settings, not of the row.
-            episode.pending = workers.submit(self._call, self._arguments(row), seconds=self._environment.timeout)
+        if (environment := self._environment).timeout is not None:
+            episode.pending = workers.submit(environment, self._arguments(row), seconds=environment.timeout)
 
     def reply(self, row: int) -> str | None:
         """Wait for the reply to that turn; None: the episode is over, by the environment, a failure, or ``max_turns``.
@@ -180,7 +178,7 @@ class Episodes:
         result: StepResult | workers.Failure
         with doing(f"environment {self._environment.name}"):
             try:
-                result = self._call(**self._arguments(row))
+                result = self._environment(**self._arguments(row))
             except (Exception, SystemExit) as error:
                 result = workers.Failure("exception", describe_error(error))
         signals.current().check()  # a signal may have come while the environment took long
@@ -190,6 +188,6 @@ class Episodes:
         """The arguments of one call, by name, and the seed of its generator."""
         episode = self._episodes[row]
         known = {name: values[row] for name, values in self._columns.items()}
-        known |= {"turns": list(episode.turns), "replies": list(episode.replies), "prompt": self._prompts[row]}
+        known |= {"turns": episode.turns, "replies": episode.replies, "prompt": self._prompts[row]}
         named = {name: value for name, value in known.items() if name in self._takes}
         return {"named": named, "seed": self._seeds[row] if "rng" in self._takes else None}

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from grpo_lightning.environment.base import BadCall
@@ -27,11 +28,9 @@ class Gymnasium:
 
     Args:
         id: Of an environment that gymnasium knows, such as FrozenLake-v1.
-        make: A function that makes the environment, in place of ``id``: one of one's own or of another package. It is
-            called with ``kwargs``.
+        make: A function of ``kwargs`` that makes the environment, in place of ``id``.
         kwargs: Arguments of the environment, such as ``{is_slippery: false}``.
-        actions: What the model says -> the action. None: the numbers of a discrete action space. The answer text of the
-            turn counts (`grpo_lightning.reward.text.answer_text`); upper and lower case are the same.
+        actions: Answer text of the turn, in any case -> the action. None: the numbers of a discrete action space.
         parse: A function of the turn's text that returns the action, or None for none, in place of ``actions``.
         describe: A function of observation and info that returns the reply.
         seed_column: The column with the seed of the reset, so that all completions of a prompt begin at the same place.
@@ -55,49 +54,38 @@ class Gymnasium:
     ) -> None:
         if (id is None) == (make is None):
             raise ValueError(f"id: expected the name of an environment, or null and make, got {id!r:.80}")
-        self._id, self._make, self._kwargs = id, make, dict(kwargs or {})
-        self._parse, self._describe, self._seed_column = parse, describe, seed_column
+        self._make = make or partial(_make, id)
+        self._kwargs, self._parse, self._describe, self._seed_column = dict(kwargs or {}), parse, describe, seed_column
         try:
-            with closing(self._made()) as environment:
+            with closing(self._make(**self._kwargs)) as environment:
                 modes, self._space = environment.metadata.get("render_modes", []), environment.action_space
         except Exception as error:  # whatever an environment raises of its arguments
             raise ValueError(f"id: cannot make the environment {id or make!r:.80}: {error}") from error
         if describe is None and id is not None:
             if "ansi" not in modes:
                 raise ValueError(f"describe: {id} has no text rendering and needs a function of observation and info")
-            self._kwargs |= {"render_mode": "ansi"}
+            self._kwargs["render_mode"] = "ansi"
         self._actions = {} if parse else _actions(actions, self._space)
         if self.observed(0) != self.observed(0):
-            raise ValueError(
-                f"id: expected an environment whose beginning the seed decides; {id or make!r} began at two different "
-                "places with the seed 0"
-            )
-        keyword = inspect.Parameter.KEYWORD_ONLY
+            raise ValueError(f"id: the seed does not decide how {id or make!r} begins, as it has to")
+        named = ("turns", seed_column or "rng")
         self.__signature__ = inspect.Signature(
-            [inspect.Parameter(name, keyword) for name in ("turns", seed_column or "rng")]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in named]
         )
 
     def observed(self, seed: int) -> str:
-        """What is seen before the first action: what belongs into the prompt.
-
-        Args:
-            seed: Of the reset.
-        """
-        with closing(self._made()) as environment:
+        """What is seen after a reset with this seed, before the first action: what belongs into the prompt."""
+        with closing(self._make(**self._kwargs)) as environment:
             return self._text(environment, *environment.reset(seed=seed))
 
     def __call__(self, *, turns: Sequence[str], **row: Any) -> str | float | tuple[str, float]:
-        """Play the actions of all turns.
-
-        Args:
-            turns: The model's turns so far; the last is new.
-            **row: The column with the seed, or ``rng``.
+        """Play the actions of all turns; ``row`` has the column with the seed, or ``rng``.
 
         Returns:
             What is seen and the reward, the reward alone where the environment is over, or which actions are allowed.
         """
         seed = row[self._seed_column] if self._seed_column else row["rng"].randrange(_SEEDS)
-        with closing(self._made()) as environment:
+        with closing(self._make(**self._kwargs)) as environment:
             environment.reset(seed=seed)
             for turn in turns:
                 action = self._action(turn)
@@ -109,15 +97,6 @@ class Gymnasium:
             if isinstance(action, BadCall):
                 return action
             return self._text(environment, observation, info), float(reward)
-
-    def _made(self) -> Any:
-        if self._make is not None:
-            return self._make(**self._kwargs)
-        try:
-            import gymnasium
-        except ImportError as error:
-            raise ValueError("it needs the package gymnasium: pip install 'grpo-lightning[gymnasium]'") from error
-        return gymnasium.make(str(self._id), disable_env_checker=True, **self._kwargs)
 
     def _action(self, turn: str) -> Any:
         """The action that a turn names; a `BadCall` where it names none."""
@@ -136,12 +115,16 @@ class Gymnasium:
         return text if self._describe else plain(text)
 
 
-def plain(rendered: str) -> str:
-    """A rendering without colors: what has a colored background as [x], what is bold as (x), other colors as {x}.
+def _make(id: Any, **kwargs: Any) -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ValueError("it needs the package gymnasium: pip install 'grpo-lightning[gymnasium]'") from error
+    return gymnasium.make(id, disable_env_checker=True, **kwargs)
 
-    Args:
-        rendered: A text with escape sequences of ANSI, with which environments mark places.
-    """
+
+def plain(rendered: str) -> str:
+    """A rendering without ANSI colors: a colored background becomes [x], bold text (x), and another color {x}."""
 
     def marked(match: re.Match[str]) -> str:
         codes = {int(code) for code in match[1].split(";") if code} - {0}

@@ -121,11 +121,7 @@ class Python:
         """Role of the replies; None: what the policy's settings say."""
 
     def __call__(self, *, turns: Sequence[str]) -> str | None:
-        """What the code in the last turn prints; None if it has none.
-
-        Raises:
-            Unavailable: The machine has no sandbox.
-        """
+        """What the code in the last turn prints; None if it has none."""
         *before, last = map(_cell, turns)
         if last is None or isinstance(last, BadCall):
             return last
@@ -173,15 +169,13 @@ def _reason(outcome: Outcome, limits: Limits) -> str:
     """Why a program did not come to its end."""
     return {
         "time": f"ended: all cells together may take {limits.seconds:g} s, and {limits.cpu_seconds} s of computing",
-        "output": f"ended: it printed more than {limits.output_bytes} bytes",
-        "threads": f"ended: it had more than {limits.threads} threads",
-        "files": f"ended: it wrote more than {limits.files} files or {limits.file_bytes} bytes",
+        "exit": f"ended with status {outcome.code}",
         "crash": f"ended by signal {-outcome.code}",
-    }.get(outcome.ended, f"ended with status {outcome.code}")
+    }.get(outcome.ended, f"ended by the limit on {outcome.ended}")
 
 
 def _shortened(text: str, limit: int) -> str:
-    """The beginning and the end of a text that is too long, and how much was left out between them."""
+    """The text without its middle, where it is too long."""
     if len(text) <= limit:
         return text
     head, tail = limit - limit // 2, limit // 2

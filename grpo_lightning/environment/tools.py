@@ -98,11 +98,7 @@ class Tools:
         )
 
     def __call__(self, *, turns: Sequence[str], **row: Any) -> str | float | None:
-        """Carry out the calls in the last turn.
-
-        Args:
-            turns: The model's turns so far; the last is new.
-            **row: What ``columns`` lists.
+        """Carry out the calls in the last turn; ``row`` has what ``columns`` lists.
 
         Returns:
             The results, None if the turn has no calls, or the score of `Over`.
@@ -156,12 +152,7 @@ class _Tool:
 
     @classmethod
     def of(cls, function: Any, columns: Collection[str]) -> "_Tool":
-        """A function with type hints and a docstring as a tool.
-
-        Args:
-            function: A function, a method of an object, or a `functools.partial` of one, whose bound arguments the
-                model does not see.
-            columns: Names of parameters that come from the row.
+        """A function, a method, or a `functools.partial` of one, whose bound arguments the model does not see.
 
         Raises:
             ValueError: It is no function, or lacks a hint or a description; names it.
