@@ -75,6 +75,7 @@ def test_a_turn_with_calls_is_replied_to_and_one_without_ends_the_episode():
         ('<tool_call>{"id": 7, "name": "add", "arguments": "{\\"a\\": 4}"}</tool_call>', "5"),
         ('{"name": "add", "parameters": {"a": 4}}', "5"),
         (f"<think>{call('now')}</think>{call('add', a=1)}", "2"),
+        (call("add", a=10**400), f"1{399 * '0'}1"),
         ('{"answer": 7}', None),
         (f"<think>{call('now')}</think>noon", None),
     ]:
@@ -129,6 +130,7 @@ def test_values_come_as_the_hints_say():
         ({"place": [1]}, "'place' is [1], and should be tuple[int, str]"),
         ({"layers": "two"}, "'layers' is \"two\", and should be Optional[int]"),
         ({"prices": {"shop": "one"}}, '\'prices\' is {"shop": "one"}, and should be dict[str, float] | None'),
+        ({"prices": {"a": 10**400}}, "'prices' is {\"a\": 1000"),
         ({"sizes": ["a" * 1000]}, "'sizes[0]' is \"" + "a" * 49 + "…, and should be int"),
     ]:
         assert words in reply_to(call("paint", **right | change), toolbox.paint)

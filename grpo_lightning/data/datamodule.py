@@ -17,7 +17,7 @@ from grpo_lightning.types import Prompts
 
 _log = logging.getLogger(__name__)
 _FINGERPRINT_ROWS = 32
-_CHECKED_ROWS = 64  # of a source that makes its rows on access: there may be millions
+_CHECKED_ROWS = 64
 
 
 class Batches:
@@ -96,7 +96,6 @@ class PromptData(LightningDataModule):
         self.prompts_per_step, self.steps, self.validate_every = prompts_per_step, steps, validate_every
         self.validation_size, self.validation_batch_size = validation_size, validation_batch_size
         self.max_prompt_length, self.seed = max_prompt_length, seed
-        self.verifier, self.verifier_timeout = verifier, verifier_timeout
         self.num_workers = num_workers
         self._sources: tuple[Source, Source] | None = None
         self._followed: Callable[[], int] | None = None
@@ -123,14 +122,13 @@ class PromptData(LightningDataModule):
             The training prompts and the held-out ones that are used.
 
         Raises:
-            ValueError: If a source is malformed or has too few prompts.
+            ValueError: A source is malformed or has too few prompts.
         """
         if self._sources is None:
-            train = _open(self._open_train)
-            if self._open_validation is None:
+            train = self._open_train() if callable(self._open_train) else self._open_train
+            validation = self._open_validation() if callable(self._open_validation) else self._open_validation
+            if validation is None:
                 train, validation = hold_out(train, self.validation_size)
-            else:
-                validation = _open(self._open_validation)
             self._sources = self._checked(train, validation)
         return self._sources
 
@@ -141,7 +139,7 @@ class PromptData(LightningDataModule):
             fits: Which of some prompts have at most ``max_prompt_length`` tokens.
 
         Raises:
-            ValueError: If too few are left.
+            ValueError: Too few are left.
         """
         if self.max_prompt_length is None:
             return
@@ -163,17 +161,12 @@ class PromptData(LightningDataModule):
         digest = hashlib.blake2b(digest_size=16)
         for source in (self.train, self.validation):
             for index in sorted({len(source) * number // _FINGERPRINT_ROWS for number in range(_FINGERPRINT_ROWS)}):
-                digest.update(
-                    json.dumps(source[index], default=lambda value: type(value).__name__, skipkeys=True).encode()
-                )
+                row = json.dumps(source[index], default=lambda value: type(value).__name__, skipkeys=True)
+                digest.update(row.encode())
         return {"training": len(self.train), "held_out": len(self.validation), "rows": digest.hexdigest()}
 
     def setup(self, stage: str) -> None:
-        """Refuse steps that would leave a process without a prompt.
-
-        Raises:
-            ValueError: There are fewer prompts in a step than processes.
-        """
+        """Refuse steps that would leave a process without a prompt."""
         self._begin()
         if stage == "fit" and self.prompts_per_step < self._processes():
             raise ValueError(
@@ -237,57 +230,44 @@ class PromptData(LightningDataModule):
         )
 
 
-def _open(source: Source | Callable[[], Source]) -> Source:
-    return source() if callable(source) else source
-
-
 def check_prompts(data: PromptData, policy: Policy, config: Mapping[str, Any]) -> None:
     """Check the prompts that are left after ``data.max_prompt_length``; warn where they are all the same.
 
     Args:
-        data: Its prompts are read.
+        data: Its prompts are read; of a source that makes them on access only the first.
         policy: Knows their lengths in tokens, and its context.
         config: The run's settings.
 
     Raises:
-        ValueError: A prompt does not fit into the model's context together with the longest completion; names its
-            place, its length, and what to do.
+        ValueError: A prompt does not fit into the model's context together with the longest completion.
     """
     if "rollout" not in config["module"]:  # supervised
         return
-    train = data.train
-    if config.get("environment") is None:  # else the same prompt may begin different episodes
-        first = train[0][0]
-        if len(train) > 1 and all(train[i][0] == first for i in _checked_rows(train)):
+    train, context, limit = data.train, policy.context, data.max_prompt_length
+    parts = {"rollout": train, "validation": data.validation}
+    if config["mode"] not in ("fit", "preflight"):
+        del parts["rollout"]
+    for part, source in parts.items():
+        size = min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source)
+        is_single_turn = config.get("environment") is None  # else the same prompt may begin different episodes
+        if source is train and is_single_turn and size > 1 and all(train[i][0] == train[0][0] for i in range(size)):
             _log.warning(
                 "all %d training prompts are the same, %.60r: only this one is trained on; is data.prompt_column the "
                 "column that differs?",
                 len(train),
-                first,
+                train[0][0],
             )
-    for part, source in {"rollout": train, "validation": data.validation}.items():
-        if part == "validation" or config["mode"] in ("fit", "preflight"):
-            _check_lengths(source, policy, config[part]["max_new_tokens"], part, data.max_prompt_length)
-
-
-def _checked_rows(source: Source) -> range:
-    return range(min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source))
-
-
-def _check_lengths(source: Source, policy: Policy, new: Any, part: str, limit: int | None) -> None:
-    context, key = policy.context, f"{part}.max_new_tokens"
-    if context is None or not isinstance(new, int) or (limit is not None and limit + new <= context):
-        return
-    numbers = _checked_rows(source)
-    for chunk in (numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)):
-        for number, length in zip(chunk, policy.count_tokens([source[i][0] for i in chunk]), strict=True):
-            if length + new > context:
-                remedy = (
-                    f"data.max_prompt_length={context - new}, which leaves out longer prompts, or a lower {key}"
-                    if new < context
-                    else f"{key} below {context}"
-                )
-                raise ValueError(
-                    f"{place(source, number)}: the prompt has {length} tokens, which with {key}={new} are more than "
-                    f"the model's context of {context}; set {remedy}"
-                )
+        key, new = f"{part}.max_new_tokens", config[part]["max_new_tokens"]
+        if context is None or not isinstance(new, int) or (limit is not None and limit + new <= context):
+            continue
+        remedy = f"{key} below {context}"
+        if new < context:
+            remedy = f"data.max_prompt_length={context - new}, which leaves out longer prompts, or a lower {key}"
+        for start in range(0, size, CHUNK):
+            numbers = range(start, min(start + CHUNK, size))
+            for number, length in zip(numbers, policy.count_tokens([source[i][0] for i in numbers]), strict=True):
+                if length + new > context:
+                    raise ValueError(
+                        f"{place(source, number)}: the prompt has {length} tokens, which with {key}={new} are more "
+                        f"than the model's context of {context}; set {remedy}"
+                    )

@@ -18,11 +18,7 @@ RowMap = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 def gsm8k_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A GSM8K row with its bare answer, what follows the last "####", in place of the worked solution.
-
-    Raises:
-        ValueError: Nothing follows such a mark.
-    """
+    """A GSM8K row with its bare answer, what follows the last "####", in place of the worked solution."""
     _, mark, answer = row["answer"].rpartition("####")
     answer = answer.replace(",", "").strip()
     if not mark or not answer:
@@ -31,7 +27,7 @@ def gsm8k_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_answer(row: Mapping[str, Any]) -> bool:
-    """Whether there is a right answer to compare with: a filter for data sets where some rows have none."""
+    """Whether a row has a right answer, for ``data.filter``."""
     return bool(str(row.get("answer") or "").strip())
 
 

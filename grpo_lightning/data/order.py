@@ -18,9 +18,6 @@ def permutation(seed: int, epoch: int, size: int) -> Tensor:
         seed: The run's seed.
         epoch: The number of the pass over the data; each has an order of its own.
         size: How many indices there are.
-
-    Returns:
-        [size] every index once.
     """
     digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()  # torch's CPU generator only reads 32 bits of a seed
     return torch.randperm(size, generator=torch.Generator().manual_seed(int.from_bytes(digest[:4], "big")))

@@ -28,28 +28,18 @@ _CACHE_SIZE = 1024  # entries; some tasks need a second for each
 
 
 def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> ProceduralDataset:
-    """Open a data set of reasoning_gym by its name.
-
-    Raises:
-        ValueError: There is no such task, or it refuses the configuration.
-    """
+    """Open a data set of reasoning_gym by its name."""
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.5) or sorted(DATASETS)
         raise ValueError(f"data.task={task!r}: expected a name of a reasoning_gym data set, such as {', '.join(near)}")
     allowed = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"size", "seed"}
-    if unknown := sorted(set(config) - allowed):
-        raise ValueError(
-            f"data.task_config: {', '.join(unknown)}: no setting of data.task={task!r}, which has {sorted(allowed)}"
-        )
+    if unknown := set(config) - allowed:
+        raise ValueError(f"data.task_config: {unknown} are no settings of data.task={task!r}, which has {allowed}")
     try:
-        config = dict(config)
-        if "datasets" in config:  # of the task "composite"
-            config["datasets"] = [DatasetSpec(**spec) for spec in config["datasets"]]
-        return create_dataset(task, size=size, seed=seed, **config)
+        specs = {"datasets": [DatasetSpec(**spec) for spec in config["datasets"]]} if "datasets" in config else {}
+        return create_dataset(task, size=size, seed=seed, **{**config, **specs})
     except (AssertionError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"data.task_config={dict(config)}: refused by data.task={task!r}: {error}; settings: {sorted(allowed)}"
-        ) from error
+        raise ValueError(f"data.task_config={dict(config)}: refused by data.task={task!r}: {error}") from error
 
 
 class ReasoningGym(GeneratedRows):
@@ -95,14 +85,9 @@ class ReasoningGym(GeneratedRows):
         for attempt in range(_TRIES):
             entry = self._candidate(number - self._seed, attempt)
             if self._suits(entry["question"]):
-                answer = entry["answer"]
-                columns = {
-                    "answer": "" if answer is None else str(answer),
-                    "task": self._task,
-                    "metadata": entry["metadata"],
-                    "task_config": self._task_config,
-                }
-                return entry["question"], columns
+                answer = "" if entry["answer"] is None else str(entry["answer"])
+                columns = {"answer": answer, "task": self._task, "metadata": entry["metadata"]}
+                return entry["question"], columns | {"task_config": self._task_config}
         raise ValueError(
             f"data.task={self._task!r}: none of {_TRIES} questions is within data.max_prompt_length and not held out"
         )

@@ -100,17 +100,13 @@ def keep(source: Source, fits: Fits) -> tuple[Source, int]:
 
 
 def hold_out(source: Source, size: int) -> tuple[Source, Source]:
-    """Split a source into training and validation rows; the last ones of a fixed random order validate.
+    """Split a source into training and validation rows, the same in every run, both in the source's order.
 
-    The order does not depend on the run's seed, so all runs on a file are validated on the same rows. A training row
-    whose prompt is also held out is left out.
+    A training row whose prompt is also held out is left out.
 
     Args:
         source: All rows.
         size: The most rows to hold out; never more than a fifth of them, but at least one.
-
-    Returns:
-        The training source and the validation source, both in the source's order.
 
     Raises:
         ValueError: There are fewer than two rows, or no two different prompts.

@@ -3,8 +3,8 @@
 import copy
 import inspect
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -163,9 +163,8 @@ class _Tool:
         parameters = [one for one in inspect.signature(inner).parameters.values() if one.name not in bound]
         try:
             hints = get_type_hints(inner)
-            shown = [
-                one.replace(annotation=hints.get(one.name, one.empty)) for one in parameters if one.name not in columns
-            ]
+            parameters = [one.replace(annotation=hints.get(one.name, one.empty)) for one in parameters]
+            shown = [one for one in parameters if one.name not in columns]
             schema = _schema(inner, shown, hints)
         except Exception as error:  # whatever evaluating an annotation raises
             raise ValueError(
@@ -235,19 +234,14 @@ def _fitted(value: Any, hint: Any, place: str) -> Any:
     elif isinstance(kind, type) and issubclass(kind, Enum):
         if value in [option.value for option in kind]:
             return kind(value)
-    elif kind is int or kind is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if is_number and (kind is float or value == int(value)):
+    elif kind in (int, float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and (value % 1 == 0 if kind is int else abs(value) <= sys.float_info.max):
             return kind(value)
-    elif kind is tuple and options and isinstance(value, list):
-        if len(value) == len(options):
-            return tuple(
-                _fitted(one, option, f"{place}[{i}]")
-                for i, (one, option) in enumerate(zip(value, options, strict=True))
-            )
-    elif kind is list and isinstance(value, list):
-        element = options[0] if options else Any
-        return [_fitted(one, element, f"{place}[{i}]") for i, one in enumerate(value)]
+    elif kind in (list, tuple) and isinstance(value, list):
+        hints = options if kind is tuple else (options or (Any,)) * len(value)
+        if len(hints) == len(value):
+            return kind(_fitted(one, hints[i], f"{place}[{i}]") for i, one in enumerate(value))
     elif kind is dict and isinstance(value, dict):
         element = options[1] if options else Any
         return {key: _fitted(one, element, f"{place}[{key:.50}]") for key, one in value.items()}
