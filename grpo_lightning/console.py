@@ -58,24 +58,17 @@ def describe_error(error: BaseException) -> str:
     return redact(escape_control(sentence))
 
 
-class FileFormatter(logging.Formatter):
-    """Formats records for the log file of a run: with time and traceback, without secrets and control characters."""
+class LineFormatter(logging.Formatter):
+    """Formats records without secrets and control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(escape_control(super().format(record)))
 
 
-class TerminalFormatter(FileFormatter):
-    """Formats records for the terminal: tracebacks are in the file, unless HYDRA_FULL_ERROR=1."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        if os.environ.get("HYDRA_FULL_ERROR") != "1":
-            record = logging.makeLogRecord(vars(record) | {"exc_info": None, "exc_text": None, "stack_info": None})
-        return super().format(record)
-
-
 class TerminalHandler(logging.StreamHandler[Any]):
     """Writes to the current ``sys.stderr``: while a progress bar is shown, above it. `log_line` has printed its own.
+
+    Tracebacks are in the log file only, unless HYDRA_FULL_ERROR=1.
 
     Args:
         stream: Not used; Hydra hands one over.
@@ -90,6 +83,8 @@ class TerminalHandler(logging.StreamHandler[Any]):
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
+        if os.environ.get("HYDRA_FULL_ERROR") != "1":
+            record = logging.makeLogRecord(vars(record) | {"exc_info": None, "exc_text": None, "stack_info": None})
         if not getattr(record, "printed", False):
             super().emit(record)
 

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -40,48 +41,37 @@ from grpo_lightning.supervisor import record_status
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Run:
     """Module, data and trainer of some settings, built when they are first asked for.
 
-    Args:
-        config: Resolved settings as plain values.
-        build: (name of a part, further keywords of it) -> the objects that its settings describe.
-        overrides: What the user changed, for the summary.
-        directory_given: Whether the user named the run directory, so that a run to continue can be in it.
-        multirun: Whether this is one job of a sweep.
-        on_start: Called with the run directory before it is first written to.
-        choices: Which file of conf/ each part is of, for the summary.
-        written: The settings as checkpoints and logs have them; None: as they are.
-
     Raises:
-        ConfigError: The settings cannot work; nothing was loaded.
-        ValueError: Several processes would do different things.
+        ConfigError: On construction, if the settings cannot work; nothing was loaded.
+        ValueError: On construction, if several processes would do different things.
     """
 
-    def __init__(
-        self,
-        config: dict[str, Any],
-        build: Callable[..., Any],
-        *,
-        overrides: Sequence[str],
-        directory_given: bool,
-        multirun: bool = False,
-        on_start: Callable[[Path], None] | None = None,
-        choices: Mapping[str, Any] | None = None,
-        written: Mapping[str, Any] | None = None,
-    ) -> None:
-        check_config(config)
-        check_runtime(config)
-        check_processes(config, directory_given=directory_given, multirun=multirun)
-        self.config = config
-        self.directory = Path(config["run_dir"])
-        self._written = redact_config(written or config)
-        self._build = build
-        self._overrides = list(overrides)
-        self._directory_given = directory_given
-        self._multirun = multirun
-        self._on_start = on_start
-        self._choices = dict(choices or {})
+    config: dict[str, Any]
+    """Resolved settings as plain values."""
+    build: Callable[..., Any]
+    """(name of a part, further keywords of it) -> the objects that its settings describe."""
+    overrides: Sequence[str] = field(kw_only=True)
+    """What the user changed, for the summary."""
+    directory_given: bool = field(kw_only=True)
+    """Whether the user named the run directory, so that a run to continue can be in it."""
+    multirun: bool = field(default=False, kw_only=True)
+    """Whether this is one job of a sweep."""
+    on_start: Callable[[Path], None] | None = field(default=None, kw_only=True)
+    """Called with the run directory before it is first written to."""
+    choices: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    """Which file of conf/ each part is of, for the summary."""
+    written: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    """The settings as checkpoints and logs have them; None: as they are."""
+
+    def __post_init__(self) -> None:
+        check_config(self.config)
+        check_runtime(self.config)
+        check_processes(self.config, directory_given=self.directory_given, multirun=self.multirun)
+        self.directory = Path(self.config["run_dir"])
         self._summary: dict[str, Any] = {}
         self._ended_metrics: Mapping[str, float] = {}
         self._has_started = False
@@ -90,16 +80,16 @@ class Run:
     def data(self) -> PromptData:
         """The prompts, as a ``LightningDataModule``: rewards and the environment can be called with its columns."""
         lightning.seed_everything(self.config["seed"], workers=True, verbose=False)
-        data: PromptData = self._build("data")
+        data: PromptData = self.build("data")
         data.load()
-        check_columns(self._build("reward"), self._build("environment"), data.columns)
+        check_columns(self.build("reward"), self.build("environment"), data.columns)
         return data
 
     @cached_property
     def module(self) -> StepModule:
         """The ``LightningModule``, whose policy knows how long prompts are: those of `data` that fit remain."""
         data = self.data
-        module: StepModule = self._build("module", settings=self._written)
+        module: StepModule = self.build("module", settings=redact_config(self.written or self.config))
         data.follow(lambda: module.completed_steps)
         limit, count_tokens = self.config["data"].get("max_prompt_length"), module.policy.count_tokens
         data.limit_prompts(lambda prompts: [limit is None or length <= limit for length in count_tokens(prompts)])
@@ -108,7 +98,7 @@ class Run:
     @cached_property
     def trainer(self) -> Trainer:
         """Lightning's trainer with the run's callbacks and loggers."""
-        trainer: Trainer = self._build("trainer")
+        trainer: Trainer = self.build("trainer")
         signals.current().launcher = trainer.strategy.launcher
         return trainer
 
@@ -197,8 +187,8 @@ class Run:
             # the first process is killed by Lightning when one that it has started ends otherwise than well
             sys.exit(error.exit_status if is_first_process() or is_externally_launched() else 0)
         if is_first_process() and self._summary:
-            command = resume_command(self._overrides, self.directory, steps=2 * self.config["steps"])
-            for line in end_banner(self._summary, self.config, self.directory, command, is_job=self._multirun):
+            command = resume_command(self.overrides, self.directory, steps=2 * self.config["steps"])
+            for line in end_banner(self._summary, self.config, self.directory, command, is_job=self.multirun):
                 log_line(line)
         name = self.config["sweep_metric"]
         value = self.metrics.get(name, math.nan)
@@ -227,19 +217,19 @@ class Run:
             checkpoint = resume.find_checkpoint(
                 config | {"mode": mode},
                 self.directory,
-                directory_given=self._directory_given or again,
-                overrides=self._overrides,
+                directory_given=self.directory_given or again,
+                overrides=self.overrides,
             )
         if mode == "fit":
             steps, seconds, first = resume.recorded_progress(checkpoint, self.directory)
-        started, overrides = first or utc_now(), redact_overrides(self._overrides)
-        record_status(seconds_before=seconds, started=started, choices=self._choices, overrides=overrides)
+        started, overrides = first or utc_now(), redact_overrides(self.overrides)
+        record_status(seconds_before=seconds, started=started, choices=self.choices, overrides=overrides)
         if is_first_process():
             if mode == "fit":
                 continues = checkpoint is not None and resume.belongs_to(checkpoint, self.directory)
                 rewind.remove_stale_files(self.directory, keep=checkpoint, completed=steps if continues else completed)
-            if self._on_start is not None:
-                self._on_start(self.directory)
+            if self.on_start is not None:
+                self.on_start(self.directory)
         status, problem = "failed", None
         with signals.listening() as listener:
             try:
@@ -254,7 +244,7 @@ class Run:
                 lost = lost_contact(error)
                 if asked := listener.preemption(error, is_consequence=lost is not None):
                     status = asked.status
-                    saved = resume.describe_saved(mode, self.directory, self._overrides)
+                    saved = resume.describe_saved(mode, self.directory, self.overrides)
                     raise Preempted(asked.number, between_steps=asked.between_steps, saved=saved) from error
                 problem = describe_error(lost or error)
                 if lost:
@@ -270,7 +260,7 @@ class Run:
                         "steps": max(steps, self._completed_steps()) if is_built else 0,
                         "seconds": round(seconds + time.perf_counter() - start, 3),
                         "started": started,
-                        "choices": self._choices,
+                        "choices": dict(self.choices),
                         "overrides": overrides,
                         "status": status,
                         "error": problem,

@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import sys
 from io import StringIO
 
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from grpo_lightning import __version__
 from grpo_lightning.config import ConfigError
 from grpo_lightning.console import (
-    FileFormatter,
+    LineFormatter,
     PipeSafeStream,
-    TerminalFormatter,
     TerminalHandler,
     describe_error,
     end_banner,
@@ -102,36 +100,30 @@ def test_errors_are_sentences():
     assert describe_error(ValueError()) == "ValueError"
 
 
-def test_logs_have_tracebacks_in_the_file_only(monkeypatch):
-    def record():
-        try:
-            raise KeyError(f"evil\x1b[2J {TOKEN}")
-        except KeyError:
-            return logging.LogRecord("x", logging.INFO, "f", 1, "failed\x07", (), sys.exc_info())
-
-    one = record()
-    assert TerminalFormatter("[%(levelname)s] %(message)s").format(one) == "[INFO] failed\\x07"
-    for written in (FileFormatter("%(message)s").format(one), FileFormatter("%(message)s").format(record())):
-        assert written.startswith("failed\\x07\nTraceback")
-        assert written.endswith("KeyError: 'evil\\x1b[2J REDACTED'")
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    assert "Traceback" in TerminalFormatter("%(message)s").format(record())
-
-
-def test_a_logged_line_is_printed_once(capsys, monkeypatch):
+def test_logs_have_tracebacks_in_the_file_only(capsys, monkeypatch):
     log, logged = logging.getLogger("grpo_lightning"), StringIO()
     handlers = [logging.StreamHandler(logged), TerminalHandler()]
     for handler in handlers:
+        handler.setFormatter(LineFormatter("%(message)s"))
         log.addHandler(handler)
     monkeypatch.setattr(log, "level", logging.INFO)
     try:
-        log_line(f"step 3 \x1b {TOKEN}")
-        log.warning("once")
+        log_line(f"step 3 \x1b {TOKEN}")  # is printed once
+        try:
+            raise KeyError(f"evil\x1b[2J {TOKEN}")
+        except KeyError:
+            log.exception("failed\x07")
+        printed = capsys.readouterr().err
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+        log.error("again", exc_info=ValueError("x"))
+        assert capsys.readouterr().err == "again\nValueError: x\n"
     finally:
         for handler in handlers:
             log.removeHandler(handler)
-    assert capsys.readouterr().err == "step 3 \\x1b REDACTED\nonce\n"
-    assert logged.getvalue().splitlines()[-1] == "once"
+    assert printed == "step 3 \\x1b REDACTED\nfailed\\x07\n"
+    lines = logged.getvalue().splitlines()
+    assert lines[:3] == ["step 3 \\x1b REDACTED", "failed\\x07", "Traceback (most recent call last):"]
+    assert "KeyError: 'evil\\x1b[2J REDACTED'" in lines
 
 
 class ClosedStream(StringIO):
