@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 
 from grpo_lightning.policy import hf
@@ -40,13 +39,9 @@ def test_operations_of_a_forward_pass_by_hand():
     assert more == 2 * 1280 * (4 + 2 + 3 + 2 + 1) + 2 * 103 * 8 * 6 + 4 * 8 * 2 * (18 + 16.5 + 4.5)
 
 
-def test_the_machine_has_a_limit():
+def test_the_limit_is_that_of_the_machine_in_the_precision_that_steps_compute_in(tmp_path, monkeypatch):
     policy = character_llama(hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, context=32, seed=0)
     assert 1e6 < policy.flops_per_second() < 1e16
-
-
-@pytest.mark.parametrize("precision, dtype", [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)])
-def test_the_limit_is_that_of_the_precision_that_steps_compute_in(precision, dtype, tmp_path, monkeypatch):
     asked = []
 
     def recording(hidden, *, device, dtype):
@@ -54,10 +49,11 @@ def test_the_limit_is_that_of_the_precision_that_steps_compute_in(precision, dty
         return 1e9
 
     monkeypatch.setattr(hf, "matmul_rate", recording)
-    module = small_run(tmp_path, f"trainer.precision={precision}")
-    assert asked == [dtype]
-    assert module.flops_per_second == 1e9
-    assert module.metrics["perf/gemm_fraction"] > 0
+    for precision, dtype in (("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)):
+        module = small_run(tmp_path / precision, f"trainer.precision={precision}")
+        assert asked.pop() == dtype
+        assert module.flops_per_second == 1e9
+        assert module.metrics["perf/gemm_fraction"] > 0
 
 
 def test_the_rate_of_products_by_hand_leaves_random_numbers_alone(monkeypatch):
