@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lightning import Trainer
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.config.consistency import uses_fsdp
 from grpo_lightning.config.redaction import redact_overrides
-from grpo_lightning.config.shell import command_words, config_path_words, quote_value, shell_quote
+from grpo_lightning.config.shell import command_words, config_path_words, quote_value
 from grpo_lightning.config.tree import leaves
 from grpo_lightning.distributed.sharding import trainer_shards
 
@@ -156,7 +157,7 @@ def resume_command(
     if steps is not None:
         kept = [word for word in kept if word.partition("=")[0].lstrip("+") != "steps"]
         added = [f"steps={steps}", *added]
-    return " ".join(map(shell_quote, [*command_words(), *config_path_words(), *kept, *added]))
+    return " ".join(map(shlex.quote, [*command_words(), *config_path_words(), *kept, *added]))
 
 
 def describe_saved(mode: str, directory: Path, overrides: Sequence[str]) -> str:

@@ -45,8 +45,6 @@ TRIED = (
     *("grpo_lightning.environment.gymnasium.Gymnasium", "grpo_lightning.environment.python.Python"),
 )
 """What checks its settings when it is called without completions, and imports nothing heavy."""
-_READ_WHOLE = 100_000_000
-"""Bytes of recorded rollouts that are read to their ends to find damage before the first step."""
 _SMALL_GROUP = 4
 """Groups with fewer completions are warned about: at a success rate of .18, 70 % of groups of 2 are all wrong or all
 right, 45 % of groups of 4 and 20 % of groups of 8."""
@@ -143,29 +141,27 @@ def _recording_problems(config: Mapping[str, Any], broken: Collection[str]) -> I
     try:
         directory = recording.find_directory(path)
         files = recording.recorded_steps(directory)
-        written = (Path(config["run_dir"]) / recording.FOLDER, value_at(config, "callbacks.rollouts.directory"))
-        if directory.resolve() in {Path(str(place)).resolve() for place in written}:
-            yield f"rollout.path={path}: this run would write its own rollouts there; name another run"
-            return
         first = 1
         if config.get("checkpoint") is not None:  # a resumed run needs the rest, and the first steps may be gone
             first = min(max((step for step in range(1, last + 1) if step not in files), default=0) + 1, last)
-        if missing := [step for step in range(first, last + 1) if step not in files]:
-            yield (
-                f"rollout.path={path}: steps={last} needs the rollouts of steps 1 to {last}; {directory} has "
-                f"{recording.format_steps(files)}, and not {recording.format_steps(missing)} "
-                "(callbacks=rollouts records all of a run)"
-            )
-            return
-        needed = [files[step] for step in range(first, last + 1)]
-        is_small = sum(file.stat().st_size for file in needed) <= _READ_WHOLE
-        headers = [recording.read(file)[0] if is_small else recording.read_header(file) for file in needed]
+        missing = [step for step in range(first, last + 1) if step not in files]
+        header = {} if missing else recording.read_header(files[last])
     except (recording.RecordingError, OSError) as error:
         yield f"rollout.path={path}: {error}"
         return
+    written = (Path(config["run_dir"]) / recording.FOLDER, value_at(config, "callbacks.rollouts.directory"))
+    if directory.resolve() in {Path(str(place)).resolve() for place in written}:
+        yield f"rollout.path={path}: this run would write its own rollouts there; name another run"
+    elif missing:
+        yield (
+            f"rollout.path={path}: steps={last} needs the rollouts of steps 1 to {last}; {directory} has "
+            f"{recording.format_steps(files)}, and not {recording.format_steps(missing)} (callbacks=rollouts records "
+            "all of a run)"
+        )
     for key, name in (("data.prompts_per_step", "prompts"), ("rollout.group_size", "group_size")):
-        if key not in broken and (size := value_at(config, key)) != headers[0][name]:
-            yield f"{key}={size} differs from the recorded rollouts, which have {headers[0][name]}"
+        size, recorded = value_at(config, key), header.get(name)
+        if key not in broken and recorded is not None and size != recorded:
+            yield f"{key}={size} differs from the recorded rollouts, which have {recorded}"
 
 
 def _judge_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -204,18 +200,22 @@ def _logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"logger.{name} needs the package {package}: pip install 'grpo-lightning[{package}]'"
 
 
-def directory_problems(directories: Mapping[str, Any]) -> Iterator[str]:
+def directory_problems(directories: Mapping[str, Any]) -> list[str]:
     """Directories that cannot be made or written to, each reason once.
 
     Args:
         directories: Key -> directory; what is no text is left out.
     """
-    reasons: set[str] = set()
+    reasons: dict[str, str] = {}
     for key, directory in directories.items():
-        reason = directory_obstacle(Path(directory)) if isinstance(directory, str) else None
-        if reason and reason not in reasons:
-            reasons.add(reason)
-            yield single_line(f"{key}={directory} cannot be written to: {reason}")
+        if isinstance(directory, str):
+            path = Path(directory).absolute()
+            existing = next(place for place in (path, *path.parents) if place.exists())
+            if not existing.is_dir():
+                reasons.setdefault(f"{existing} is not a directory", f"{key}={directory}")
+            elif not os.access(existing, os.W_OK | os.X_OK):
+                reasons.setdefault(f"no permission to write to {existing}", f"{key}={directory}")
+    return [single_line(f"{override} cannot be written to: {reason}") for reason, override in reasons.items()]
 
 
 def _directories(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,16 +224,6 @@ def _directories(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"hydra.run.dir": config.get("run_dir")} | {
         f"callbacks.{name}.directory": value_at(node, "directory") for name, node in callbacks.items()
     }
-
-
-def directory_obstacle(directory: Path) -> str | None:
-    """Why a directory cannot be made or written to; None if nothing is known against it."""
-    nearest = next((path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)), Path("/"))
-    if not nearest.exists():
-        return f"{nearest} is a link to nothing"
-    if not nearest.is_dir():
-        return f"{nearest} is not a directory"
-    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission to write to {nearest}"
 
 
 def describe_sizes(config: Mapping[str, Any]) -> str:

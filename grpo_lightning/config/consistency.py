@@ -192,11 +192,6 @@ _VLLM_ARGUMENTS = (
     *("max_num_seqs", "num_gpu_blocks_override", "quantization", "use_fp64_gumbel"),
 )
 """Further arguments of vLLM that settings may hold: none names code, and none changes which tokens are sampled."""
-_VLLM_SAMPLING = (
-    *("allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "logits_processors", "min_tokens"),
-    *("override_generation_config", "presence_penalty", "repetition_penalty", "top_k", "top_p", "min_p", "temperature"),
-)
-"""Arguments with which another distribution would be sampled than the one that is trained."""
 
 
 def missing_vllm() -> str | None:
@@ -211,13 +206,8 @@ def engine_problems(engine: Any) -> list[str]:
     """What is wrong with ``sampler.engine``, further arguments of vLLM, by key."""
     if not isinstance(engine, Mapping):
         return [f"sampler.engine={engine}: must be a mapping, such as {{max_num_seqs: 256}}"]
-    sampled = "must not change what is sampled, which is what is trained; use the keys of rollout"
-    return [
-        f"sampler.engine.{key}={value}: "
-        + (sampled if key in _VLLM_SAMPLING else f"must be one of {', '.join(_VLLM_ARGUMENTS)}")
-        for key, value in engine.items()
-        if key not in _VLLM_ARGUMENTS
-    ]
+    allowed = f"must be one of {', '.join(_VLLM_ARGUMENTS)}; the keys of rollout decide what is sampled"
+    return [f"sampler.engine.{key}={value}: {allowed}" for key, value in engine.items() if key not in _VLLM_ARGUMENTS]
 
 
 def _vllm(get: Reader) -> Iterator[str]:
@@ -244,8 +234,6 @@ _VALIDATION = "validations come every validation.every=N steps on data.validatio
 _TRAINER_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_steps": ((-1,), _STEPS),
     "max_epochs": ((-1,), _STEPS),
-    "min_steps": ((None,), _STEPS),
-    "min_epochs": ((None,), _STEPS),
     "max_time": ((None,), "`timeout -s TERM 4h` before the command ends a run after four hours, with a checkpoint"),
     "fast_dev_run": ((False,), "steps=1 tries a run"),
     "overfit_batches": ((0, 0.0), "data.train_size=N trains on few prompts"),
@@ -256,12 +244,9 @@ _TRAINER_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "num_sanity_val_steps": ((-1, 0), "-1 validates before the first step, 0 does not"),
     "accumulate_grad_batches": ((1,), "module.microbatch_tokens=N divides a step's work, and never changes results"),
     "gradient_clip_val": ((None,), "module.max_grad_norm=X clips gradients"),
-    "gradient_clip_algorithm": ((None,), "module.max_grad_norm=X clips gradients by their norm"),
     "enable_checkpointing": ((True,), "~callbacks.checkpoint leaves checkpoints out"),
     "reload_dataloaders_every_n_epochs": ((1,), "prompts are loaded anew after every validation"),
     "use_distributed_sampler": ((False,), "all processes read the same prompts and divide them later"),
-    "barebones": ((False,), "logger=none writes no metrics"),
-    "model_registry": ((None,), "mode=export writes the policy"),
 }
 """Option of Lightning's Trainer that would end or thin a run -> allowed values, and what to use instead."""
 _CHECKPOINT_IO = "grpo_lightning.checkpoint.io.AtomicCheckpointIO"

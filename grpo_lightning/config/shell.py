@@ -9,21 +9,16 @@ from typing import Any
 _PLAIN = re.compile(r"[\w/.:+@%-]+", re.ASCII)
 
 
-def shell_quote(text: str) -> str:
-    """``text`` in quotes where a shell needs them."""
-    return shlex.quote(text)
-
-
 def format_override(key: str, value: Any) -> str:
     """A setting as users type it: ``'reward=[exact,format]'``."""
     if isinstance(value, list | tuple):
-        return shell_quote(f"{key}=[{','.join(quote_value(str(one)) for one in value)}]")
-    return shell_quote(f"{key}={quote_value(str(value))}")
+        return shlex.quote(f"{key}=[{','.join(quote_value(str(one)) for one in value)}]")
+    return shlex.quote(f"{key}={quote_value(str(value))}")
 
 
 def command_name() -> str:
     """How the command line is started, such as ``python train.py``."""
-    return " ".join(map(shell_quote, command_words()))
+    return " ".join(map(shlex.quote, command_words()))
 
 
 def command_words() -> list[str]:

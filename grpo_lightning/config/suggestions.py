@@ -1,6 +1,7 @@
 """What a user meant who mistyped a key or a choice, or used another project's name for it."""
 
 import re
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -10,7 +11,7 @@ from typing import Any
 import yaml
 
 from grpo_lightning.config.redaction import single_line
-from grpo_lightning.config.shell import command_name, format_override, shell_quote
+from grpo_lightning.config.shell import command_name, format_override
 from grpo_lightning.config.tree import walk
 
 _UNKNOWN = re.compile(r"Could not override '([^']*)'")
@@ -67,7 +68,7 @@ def translate_key(key: str, value: str | None = None) -> str | None:
     foreign = [last] if same.get(last, "").rpartition(".")[2] != last else []  # rollout.top_p is a word of both
     for name in (key, key.removeprefix("actor_rollout_ref."), *foreign):
         if ours := same.get(name):
-            return f"is called {ours if value is None else shell_quote(f'{ours}={value}')} here"
+            return f"is called {ours if value is None else shlex.quote(f'{ours}={value}')} here"
         if ours := similar.get(name):
             return f"use {ours}"
     return None
@@ -79,7 +80,7 @@ def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | Non
     if ours := translate_key(key, value):
         return f"{override}: {ours}"
     if meant := nearest_key(key, keys):
-        return f"{override}: unknown; the nearest is {meant if value is None else shell_quote(f'{meant}={value}')}"
+        return f"{override}: unknown; the nearest is {meant if value is None else shlex.quote(f'{meant}={value}')}"
     return None
 
 
@@ -97,7 +98,7 @@ def unknown_option(option: str, following: str | None, keys: Collection[str]) ->
     else:
         value = "VALUE" if following is None or following.startswith("--") or "=" in following else following
     if name in keys:
-        return single_line(f"{option}: write {shell_quote(f'{name}={value}')}, without dashes")
+        return single_line(f"{option}: write {shlex.quote(f'{name}={value}')}, without dashes")
     hint = unknown_key(name, value, keys)
     return single_line(
         f"{option}: {hint or f'write KEY=VALUE, without dashes; {command_name()} --help lists the keys'}"
@@ -120,7 +121,7 @@ def explain_compose_error(error: Exception, conf: Path, words: Sequence[str] = (
         return single_line(_unknown(error, typed[match[1]], conf))
     if (match := _AMBIGUOUS.search(text)) and match[1].strip() in words:
         key, _, value = match[1].strip().partition("=")
-        listed = shell_quote(f"{key}=[{value}]")
+        listed = shlex.quote(f"{key}=[{value}]")
         return single_line(f"{key}={value}: write {listed} for a list, or add -m for one run of each")
     if (match := _NOT_PARSED.search(text)) and match[1].strip() in words:
         return single_line(_not_parsed(match[1].strip()))
@@ -141,13 +142,13 @@ def _unknown(error: Exception, override: str, conf: Path) -> str:
         return f"{override}: the reward {name} is not chosen; add it to reward=[…,{name}]"
     groups = [path.name for path in conf.iterdir() if path.is_dir()]
     if not set("./") & set(key) and not translate_key(key) and (group := nearest(key, groups, cutoff=0.7)):
-        choice = shell_quote(f"{group}={value}") if value else f"{group}=NAME"
+        choice = shlex.quote(f"{group}={value}") if value else f"{group}=NAME"
         return f"{override}: unknown; the nearest is {choice}, a part"
     part = key.partition(".")[0]
     if having := [name for name in _choices(conf, part) if key in _keys_of(conf / part / f"{name}.yaml")]:
         return f"{override}: needs {' or '.join(f'{part}={name}' for name in having)}"
     return unknown_key(key, value if sign else None, [*known_keys(conf), *_HYDRA_KEYS]) or (
-        f"{override}: unknown; `{command_name()} --cfg job` prints the keys, and {shell_quote(f'+{override}')} adds one"
+        f"{override}: unknown; `{command_name()} --cfg job` prints the keys, and {shlex.quote(f'+{override}')} adds one"
     )
 
 
@@ -177,7 +178,7 @@ def _not_parsed(override: str) -> str:
     key, _, value = override.partition("=")
     if not value:
         return f"{override}: write KEY=VALUE"
-    quoted = shell_quote(f'{key}="…"')
+    quoted = shlex.quote(f'{key}="…"')
     return f"{override}: put quotes around values with spaces, commas, brackets, quotes or =: {quoted}"
 
 

@@ -6,14 +6,14 @@ packages, or of a package in ``trusted=[…]``. What counts is the module that d
 begins: ``my_rewards.os.system`` is a part of ``os``.
 """
 
-import importlib
-import importlib.util
 import inspect
 import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from inspect import Parameter, Signature
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import Parameter
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -42,14 +42,13 @@ _REFUSED = (
     "loggers, strategies, plugins, profilers and accelerators, your own Python files, and packages in trusted=[PACKAGE]"
 )
 _PYTHON = {"builtins", *sys.stdlib_module_names}
-_TOOLS = "grpo_lightning.environment.tools.Tools"
 _TYPES = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_NAMED = {kind.__name__: kind for kind in _TYPES}
 
 
 def trusted_packages(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The packages that ``trusted=[…]`` names."""
-    named = config.get("trusted") or ()
-    return tuple({*map(str, named)} - _PYTHON) if isinstance(named, list | tuple) else ()
+    """The installed packages that ``trusted=[…]`` names; modules of Python are none."""
+    return tuple(str(name) for name in config.get("trusted") or () if name not in _PYTHON)
 
 
 def find_targets(config: Any, prefix: str = "", keys: Collection[str] = ("_target_",)) -> Iterator[tuple[str, Any]]:
@@ -57,20 +56,13 @@ def find_targets(config: Any, prefix: str = "", keys: Collection[str] = ("_targe
     return ((key, value) for key, value in walk(config, prefix) if key.rpartition(".")[2] in keys)
 
 
-def target_problems(config: Mapping[str, Any], allowed: Collection[str] = ALLOWED_TARGETS) -> Iterator[str]:
-    """What is wrong with every ``_target_`` by its name alone; nothing is imported.
-
-    Args:
-        config: Resolved settings.
-        allowed: Packages, modules and classes that they may name.
-    """
-    trusted = config.get("trusted") or []
-    if not isinstance(trusted, list | tuple):
-        yield f"trusted={trusted}: must be a list of packages, such as trusted=[trl]"
-    elif python := _PYTHON & {*map(str, trusted)}:
-        yield f"trusted={sorted(python)}: must be installed packages, not modules of Python"
+def target_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with every ``_target_`` by its name alone; nothing is imported."""
+    if not isinstance(config.get("trusted", []), list):
+        yield f"trusted={config['trusted']}: must be a list of packages, such as trusted=[trl]"
+        return
     for key, name in find_targets(config):
-        if problem := _name_problem(name, trusted_packages(config), allowed):
+        if problem := _name_problem(name, trusted_packages(config), ALLOWED_TARGETS):
             yield f"{key}={name}: {problem}"
 
 
@@ -95,12 +87,11 @@ def import_target(path: str, trusted: Collection[str] = (), allowed: Collection[
     if isinstance(member, ModuleType) or not callable(member):
         raise ValueError(f"must be a function or a class, and this is a {type(member).__name__}")
     home = _defining_module(member)
-    if home.partition(".")[0] in trusted or _is_own(home):
-        return member
     place = f"{home}.{getattr(member, '__qualname__', '')}"
-    if not _is_below(place, allowed) or (place.startswith("grpo_lightning.") and "._" in place):
-        raise ValueError(f"is defined in {home}; {_REFUSED}")
-    return member
+    is_private = place.startswith("grpo_lightning.") and "._" in place
+    if home.partition(".")[0] in trusted or _is_own(home) or (_is_below(place, allowed) and not is_private):
+        return member
+    raise ValueError(f"is defined in {home}; {_REFUSED}")
 
 
 def _name_problem(path: Any, trusted: Collection[str], allowed: Collection[str]) -> str | None:
@@ -110,13 +101,14 @@ def _name_problem(path: Any, trusted: Collection[str], allowed: Collection[str])
     top = path.partition(".")[0]
     if top in trusted or _is_below(path, allowed) or _is_own(top):
         return None
-    if top not in _PYTHON and _location(top) is None:
-        return f"not found (there is no module {top} in the working directory or on Python's path)"
-    return _REFUSED
+    is_missing = top not in _PYTHON and _location(top) is None
+    return (
+        f"not found (there is no module {top} in the working directory or on Python's path)" if is_missing else _REFUSED
+    )
 
 
 def _is_below(path: str, prefixes: Collection[str]) -> bool:
-    return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
+    return any(f"{path}.".startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def _is_own(module: str) -> bool:
@@ -133,26 +125,24 @@ def _location(top: str) -> Path | None:
     if top == "__main__":
         return Path(getattr(sys.modules["__main__"], "__file__", None) or Path.cwd() / "script.py").resolve()
     try:
-        spec = importlib.util.find_spec(top)
+        spec = find_spec(top)
     except (ImportError, ValueError, AttributeError):
         return None
-    if spec is None:
-        return None
-    file = spec.origin if spec.has_location else next(iter(spec.submodule_search_locations or ()), None)
-    return Path(file).resolve() if file else None
+    places = [spec.origin if spec.has_location else None, *(spec.submodule_search_locations or ())] if spec else []
+    return next((Path(place).resolve() for place in places if place), None)
 
 
 def _imported(path: str) -> Any:
     """What a path names: a member, or where there is none of that name, a module."""
     top, *names = path.split(".")
-    found: Any = importlib.import_module(top)
+    found: Any = import_module(top)
     for name in names:
         if hasattr(found, name) or not isinstance(found, ModuleType):
             found = getattr(found, name)
             continue
         module = f"{found.__name__}.{name}"
         try:
-            found = importlib.import_module(module)
+            found = import_module(module)
         except ModuleNotFoundError as error:
             if error.name != module:  # one that it imports is missing
                 raise
@@ -178,33 +168,25 @@ def argument_problems(node: Mapping[str, Any], key: str, trusted: Collection[str
         key: The dotted key of these settings.
         trusted: Packages that the user trusts.
     """
-    name = str(node["_target_"])
+    target = str(node["_target_"])
     try:
-        signature = _signature(import_target(name, trusted))
+        member = import_target(target, trusted)
     except ValueError as error:
-        yield f"{key}._target_={name}: {error}"
+        yield f"{key}._target_={target}: {error}"
         return
-    if signature is None or "_args_" in node:
-        return
-    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    required = [p.name for p in signature.parameters.values() if p.default is Parameter.empty and p.kind in kinds]
-    if (missing := [name for name in required if name not in node]) and not node.get("_partial_"):
-        yield f"{key}: {name} needs {', '.join(missing)} (or `_partial_: true`, which passes on the function itself)"
-    yield from _arguments(signature, {k: v for k, v in node.items() if not k.startswith("_")}, key, name)
+    if "_args_" not in node:
+        yield from _argument_problems(member, node, key, target)
 
 
 def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with ``policy.adapter``, the arguments of peft's ``LoraConfig``, which is imported."""
     adapter = policy.get("adapter")
-    if adapter is None:
-        return
-    if not isinstance(adapter, Mapping):
+    if isinstance(adapter, Mapping):
+        if "task_type" in adapter:
+            yield "policy.adapter.task_type: unknown; the task is always CAUSAL_LM"
+        yield from _argument_problems(_imported("peft.LoraConfig"), adapter, "policy.adapter", "peft.LoraConfig")
+    elif adapter is not None:
         yield f"policy.adapter={adapter}: must be arguments of peft's LoraConfig, as {{r: 16, lora_alpha: 32}}, or null"
-        return
-    if "task_type" in adapter:
-        yield "policy.adapter.task_type: unknown; the task is always CAUSAL_LM"
-    if signature := _signature(_imported("peft.LoraConfig")):
-        yield from _arguments(signature, adapter, "policy.adapter", "peft.LoraConfig")
 
 
 def with_targets(config: Any) -> Any:
@@ -213,56 +195,42 @@ def with_targets(config: Any) -> Any:
     Args:
         config: Resolved settings, which are changed.
     """
-    for node in [
-        node for _, node in walk(config, "config") if isinstance(node, dict) and node.get("_target_") == _TOOLS
-    ]:
-        if isinstance(node.get("tools"), list):
-            node["tools"] = [
-                {"_target_": tool, "_partial_": True} if isinstance(tool, str) else tool for tool in node["tools"]
-            ]
+    for key, tools in list(walk(config, "config")):
+        if key.endswith(".tools") and isinstance(tools, list):
+            tools[:] = [{"_target_": tool, "_partial_": True} if isinstance(tool, str) else tool for tool in tools]
     return config
 
 
-def _signature(member: Any) -> Signature | None:
-    """The signature of a function or class, with types as annotations; None where it does not say what it takes."""
+def _argument_problems(member: Any, node: Mapping[str, Any], key: str, target: str) -> Iterator[str]:
+    """What is wrong with arguments: missing and unknown ones, and those of another type than their annotation."""
     try:
-        signature = inspect.signature(member)
-    except (TypeError, ValueError):
-        return None
+        parameters = inspect.signature(member).parameters
+    except (TypeError, ValueError):  # it does not say what it takes
+        return
     try:
         hints = get_type_hints(member.__init__ if inspect.isclass(member) else member)
     except Exception:  # whatever evaluating a foreign annotation raises
-        hints = {}
-    plain = {kind.__name__: kind for kind in _TYPES}
-    return signature.replace(
-        parameters=[
-            p.replace(annotation=hints.get(p.name, plain.get(str(p.annotation), Any)))
-            for p in signature.parameters.values()
-        ]
-    )
-
-
-def _arguments(signature: Signature, arguments: Mapping[str, Any], key: str, target: str) -> Iterator[str]:
-    """What is wrong with arguments: unknown ones, and those of another type than they are annotated with."""
-    parameters = signature.parameters
-    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
-    names = [p.name for p in parameters.values() if p.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)]
-    for name, value in arguments.items():
-        if name in names:
+        hints = {name: _NAMED.get(str(parameter.annotation)) for name, parameter in parameters.items()}
+    named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    required = [name for name, p in named.items() if p.default is p.empty and p.kind is not p.POSITIONAL_ONLY]
+    if (missing := [name for name in required if name not in node]) and not node.get("_partial_"):
+        yield f"{key}: {target} needs {', '.join(missing)} (or `_partial_: true`, which passes on the function itself)"
+    for name, value in node.items():
+        if name in named:
             has_rule = f"{key}.{name}" in RULES or (key.startswith("reward.") and name in REWARD)
-            if not has_rule and (expected := _other_type(value, parameters[name].annotation)):
-                shown = "null" if value is None else single_line(str(value))
-                yield f"{key}.{name}={shown}: must be {expected}"
-        elif not takes_any:
-            meant = nearest(name, names)
+            if not has_rule and (expected := _other_type(value, hints.get(name))):
+                yield f"{key}.{name}={'null' if value is None else value}: must be {expected}"
+        elif not name.startswith("_") and not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+            meant = nearest(name, named)
             guess = f"the nearest is {meant}; " if meant else ""
-            yield f"{key}.{single_line(name)}: unknown; {guess}{target} takes {', '.join(parameters)}"
+            yield f"{key}.{name}: unknown; {guess}{target} takes {', '.join(parameters)}"
 
 
 def _other_type(value: Any, hint: Any) -> str | None:
-    """The types in words where a value is none of them; None where it is, or they are not plain."""
+    """The types of an annotation in words where a value has none of them; None where it has, or they are not plain."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if not set(options) <= _TYPES.keys() or (isinstance(value, Mapping) and "_target_" in value):
+    is_plain = all(isinstance(option, type) and option in _TYPES for option in options)
+    if not is_plain or (isinstance(value, Mapping) and "_target_" in value):
         return None
     is_number = isinstance(value, int) and not isinstance(value, bool) and float in options
     return None if type(value) in options or is_number else " or ".join(_TYPES[option] for option in options)

@@ -3,13 +3,13 @@
 import functools
 import math
 import os
+import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from grpo_lightning.config.shell import shell_quote
 from grpo_lightning.report.runs import ReportError, RunRecord, parse_overrides
 
 DEFAULT_METRICS = ("val/pass@1", "reward/total")
@@ -183,7 +183,7 @@ def _order(value: str) -> tuple[int, float, str]:
 
 def _nearest(word: str, names: Iterable[str]) -> str:
     close = get_close_matches(word, sorted(names), 1, 0.5)
-    return f"; the nearest is {shell_quote(close[0])}" if close else ""
+    return f"; the nearest is {shlex.quote(close[0])}" if close else ""
 
 
 def _metrics(metrics: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
@@ -239,11 +239,11 @@ def _mark_best(metric: str, lines: list[Line]) -> list[Line]:
 def _parse_baseline(text: str, keys: Sequence[str], groups: Sequence[tuple[str, ...]]) -> tuple[str, str]:
     key, sign, _ = text.partition("=")
     if not sign or key not in keys:
-        listed = ", ".join(map(shell_quote, keys))
+        listed = ", ".join(map(shlex.quote, keys))
         raise ReportError(f"--baseline={text}: needs KEY=VALUE with a key in which the lines differ: {listed}")
     value, values = parse_overrides([text])[key], sorted({group[keys.index(key)] for group in groups})
     if value not in values:
-        raise ReportError(f"--baseline={text}: no run has this value; there are {', '.join(map(shell_quote, values))}")
+        raise ReportError(f"--baseline={text}: no run has this value; there are {', '.join(map(shlex.quote, values))}")
     return key, value
 
 
