@@ -187,7 +187,7 @@ def test_settings_that_an_engine_cannot_follow(monkeypatch):
     for override, problem in (
         ("rollout.kv_cache_gib=2", "rollout.kv_cache_gib=2 does not work with sampler=vllm"),
         ("policy.quantization=4bit", "policy.quantization=4bit does not work with sampler=vllm"),
-        ("sampler.engine={repetition_penalty: 1.2}", "sampler.engine.repetition_penalty=1.2: must not change what"),
+        ("sampler.engine={repetition_penalty: 1.2}", "sampler.engine.repetition_penalty=1.2: must be one of"),
         ("sampler.engine={worker_cls: x.Y}", "sampler.engine.worker_cls=x.Y: must be one of async_scheduling"),
     ):
         found = problems("sampler=vllm", override)
