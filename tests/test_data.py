@@ -4,7 +4,6 @@ import functools
 import json
 import logging
 import operator
-import pickle
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -25,9 +24,8 @@ from grpo_lightning.data.files import prompts as file_prompts
 from grpo_lightning.data.hub import Hub, gsm8k_row
 from grpo_lightning.data.hub import prompts as hub_prompts
 from grpo_lightning.data.order import StepSampler, even_batches, permutation, prompt_index
-from grpo_lightning.data.reasoning_gym import _TRAIN_SEED, DATASETS, ReasoningGym
+from grpo_lightning.data.reasoning_gym import _TRAIN_SEED, ReasoningGym
 from grpo_lightning.data.reasoning_gym import prompts as gym_prompts
-from grpo_lightning.reward.accuracy import reasoning_gym
 from grpo_lightning.types import Prompts
 from tests.support.running import SMALL
 
@@ -258,31 +256,6 @@ def test_files_and_folders_are_read(ending, tmp_path, monkeypatch):
         assert (len(source), source[0]) == (1, ("two", {}))
 
 
-class Payload:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, ran):
-        self.ran = ran
-
-    def __reduce__(self):
-        return open, (str(self.ran), "w")
-
-
-@pytest.mark.parametrize("kind", ["script", "pickle"])
-def test_a_downloaded_data_set_runs_no_code(kind, tmp_path):
-    place, ran = tmp_path / "theirs", tmp_path / "ran"
-    place.mkdir()
-    if kind == "script":
-        (place / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    else:
-        (place / "train.pkl").write_bytes(pickle.dumps(Payload(ran)))
-        write(place / "README.md", "---", "configs: [{config_name: default, data_files: train.pkl}]", "---")
-    with pytest.raises(ValueError, match=r"^data.path='.*theirs', data.split='train': ") as error:
-        Hub(str(place), "train")
-    assert "\n" not in str(error.value)
-    assert not ran.exists()
-
-
 def test_what_is_wrong_with_a_hub_data_set_is_named(tmp_path, monkeypatch):
     saved().save_to_disk(tmp_path / "d")
     (tmp_path / "a.txt").touch()
@@ -349,7 +322,7 @@ def test_entries_are_the_same_whenever_they_are_asked_for(task):
         source[12]
 
 
-def test_settings_reach_the_task_and_go_before_its_level(monkeypatch):
+def test_settings_reach_the_task_and_go_before_its_level():
     build = functools.partial(gym_prompts, task="chain_sum", train_size=9, **settings())
     levels = {"chain_sum": {**SUM, "min_terms": 4, "max_terms": 4}}
     assert build(task_config=None, levels=levels).train[0][1]["metadata"]["num_terms"] == 4
@@ -359,17 +332,6 @@ def test_settings_reach_the_task_and_go_before_its_level(monkeypatch):
     assert build(task_config=None, levels={"gcd": {}}).validation[0][1]["task_config"] == {}
     spec = {"name": "chain_sum", "weight": 1, "config": SUM}
     assert ReasoningGym("composite", {"datasets": [spec]}, 3, 0)[0][1]["metadata"]["source_dataset"] == "chain_sum"
-
-    class Own(DATASETS["gcd"][0]):
-        def __getitem__(self, index):
-            return {"question": "?", "answer": "1", "metadata": {}}
-
-        def score_answer(self, answer, entry):
-            return 0.5
-
-    monkeypatch.setitem(DATASETS, "own", (Own, DATASETS["gcd"][1]))
-    row = ReasoningGym("own", {"max_numbers": 2}, 3, 0)[1][1]
-    assert reasoning_gym(["<answer>x</answer>"], **{name: [value] for name, value in row.items()}) == [0.5]
 
 
 def test_what_is_wrong_with_a_task_is_named():

@@ -14,17 +14,13 @@ from grpo_lightning.composition import resolve_config
 from grpo_lightning.config import ConfigError, check_runtime
 from grpo_lightning.environment import BadCall, Environment, Episodes
 from grpo_lightning.environment.base import StepResult
-from grpo_lightning.environment.builtin import Retry
-from grpo_lightning.environment.gymnasium import Gymnasium
-from grpo_lightning.environment.python import Python, _cell
+from grpo_lightning.environment.python import Python
 from grpo_lightning.environment.tools import Tools
 from grpo_lightning.policy.chat import special_ids
-from grpo_lightning.reward.accuracy import exact
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.client import Unavailable
 from tests.support import toolbox
 from tests.support.composed import settings
-from tests.support.hostile_programs import GREEDY
 from tests.support.hostile_turns import turns
 from tests.test_chat import made
 
@@ -249,15 +245,11 @@ def replies(hostile):
 
     def seconds(turn):
         began = time.thread_time()
-        tools(turns=[turn])
+        found.append(tools(turns=[turn]))
         return time.thread_time() - began
 
-    found, slow = [], []
-    for turn in hostile:
-        began = time.thread_time()
-        found.append(tools(turns=[turn]))
-        if time.thread_time() - began > 0.1:
-            slow.append(turn)
+    found = []
+    slow = [turn for turn in hostile if seconds(turn) > 0.1]
     # A turn that takes long does so again; a collection of this process's garbage does not.
     return found, max((min(seconds(turn) for _ in range(3)) for turn in slow), default=0.0)
 
@@ -290,15 +282,6 @@ def test_no_reply_speaks_for_others(replies, role):
     assert len(frame) == 4  # the end of the model's turn, a begin and an end, and the begin of its next turn
     for reply in {StepResult.of(reply).reply for reply in replies[0] if reply is not None}:
         assert specials(reply) == frame
-
-
-@pytest.mark.slow
-def test_other_environments_take_them_too(hostile):
-    game, retry = Gymnasium("FrozenLake-v1"), Retry(exact, max_turns=2, discount=1.0, reply="no")
-    for turn in hostile[:2000]:
-        assert isinstance(game(turns=[turn], seed=0), BadCall)
-        assert retry(turns=[turn], prompt="?", answer="7") == "no"
-        assert _cell(turn) is None or isinstance(_cell(turn), str)
 
 
 # Cells of Python: a notebook that is played again for every turn, in a sandbox
@@ -406,21 +389,6 @@ def test_cells_in_a_worker():
     episodes.step(0, "It is 6.")
     assert episodes.reply(0) is None
     assert episodes.over == [True]
-
-
-@pytest.mark.slow
-def test_hostile_cells_end_as_replies_and_the_notebook_goes_on():
-    header = "import ctypes, os, sys, threading, time\ndef escaped(what): print('ESCAPED', what)\n"
-    environment = Python(**SHORT | {"memory_mb": 128})
-    patient = Python(**SHORT | {"memory_mb": 128, "seconds": 20.0, "cpu_seconds": 20})
-    for name, program in list(GREEDY.items())[::2]:
-        cells = [fenced("seven = 7"), fenced(header + program), fenced("seven")]
-        reply = environment(turns=cells[:2])
-        assert len(reply) < 3000, name
-        assert "ESCAPED" not in reply, name
-        # A cell that has ended by itself runs again before the next; some take nearly all of the second.
-        after = (environment if "(ended" in reply else patient)(turns=cells)
-        assert after == "7" or name == "closes everything", (name, after)
 
 
 def test_without_a_sandbox_nothing_runs(monkeypatch):
