@@ -57,10 +57,8 @@ def made():
 
 def test_a_line_says_what_the_tensors_hold():
     first, *rows = made()
-    assert {key: first[key] for key in ("prompts", "group_size", "prompt_tokens", "completion_tokens", "rewards")} == {
-        **{"prompts": 2, "group_size": 2, "prompt_tokens": 2, "completion_tokens": 3},
-        "rewards": ["right", "short"],
-    }
+    sizes = {"prompts": 2, "group_size": 2, "prompt_tokens": 2, "completion_tokens": 3}
+    assert first | sizes | {"rewards": ["right", "short"]} == first
     assert first["columns_left_out"] == ["when"]  # JSON has no mappings from numbers
     assert rows[1] == {
         "group": 0,
@@ -86,19 +84,21 @@ def test_a_line_says_what_the_tensors_hold():
     assert "logprobs" not in rows[0]
 
 
-def test_secrets_are_hidden_in_a_line():
-    token = "hf_" + 24 * "a"
-    given = replace(SCORED, sampled=replace(SAMPLED, texts=(token, *SAMPLED.texts[1:])))
-    assert to_lines(GIVEN, given, ROLLOUT, TRAINED)[1]["completion"] == "REDACTED"
+def read_back(lines, directory):
+    path = directory / recording.file_name(1)
+    recording.write(path, lines)
+    return from_lines(*recording.read(path), torch.device("cpu"))
+
+
+def assert_same(found, expected):
+    for name, value in vars(expected).items():
+        back = getattr(found, name)
+        assert torch.equal(back, value) if isinstance(value, torch.Tensor) else back == value, name
 
 
 def test_what_is_read_is_bitwise_what_was_written(tmp_path):
-    path = tmp_path / recording.file_name(1)
-    recording.write(path, made())
-    found = from_lines(*recording.read(path), torch.device("cpu"))
-    for name, value in vars(SAMPLED).items():
-        back = getattr(found.scored.sampled, name)
-        assert torch.equal(back, value) if isinstance(value, torch.Tensor) else back == value, name
+    found = read_back(made(), tmp_path)
+    assert_same(found.scored.sampled, SAMPLED)
     for name, value in SCORED.rewards.items():
         torch.testing.assert_close(found.scored.rewards[name], value, rtol=0, atol=0, equal_nan=True)
     for name in ("scores", "steps"):
@@ -110,40 +110,30 @@ def test_what_is_read_is_bitwise_what_was_written(tmp_path):
     assert torch.equal(found.logprobs[[3, 1]], torch.tensor([TRAINED[3], TRAINED[1]]))
 
 
-# The second completion says 8, is told 9, and says 2; the fourth is told nothing, too.
-TOLD = replace(
-    SAMPLED,
-    mask=torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0], [1, 1, 1]]).bool(),
-    turns=(("a",), ("h", ""), ("",), ("\udfff",)),
-    replies=((), ("i",), (), ()),
-)
-
-
-def test_episodes_are_read_as_they_were_written(tmp_path):
-    written = to_lines(GIVEN, replace(SCORED, sampled=TOLD), replace(ROLLOUT, mask=TOLD.mask), TRAINED)
-    assert [row["spans"] for row in written[1:]] == [[[0, 2]], [[0, 1], [2, 3]], [[0, 1]], [[0, 3]]]
-    assert (written[2]["ids"], written[2]["turns"], written[2]["replies"]) == ([8, 9, 2], ["h", ""], ["i"])
-    path = tmp_path / recording.file_name(1)
-    recording.write(path, written)
-    found = from_lines(*recording.read(path), torch.device("cpu")).scored.sampled
-    for name in ("ids", "attention_mask", "mask", "logprobs"):
-        assert torch.equal(getattr(found, name), getattr(TOLD, name)), name
-    assert (found.turns, found.replies) == (TOLD.turns, TOLD.replies)
+def test_episodes_are_read_as_they_were_written_and_secrets_are_not_written(tmp_path):
+    # The second completion says 8, is told 9, and says 2; the fourth is told nothing, too.
+    episodes = replace(
+        SAMPLED,
+        mask=torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0], [1, 1, 1]]).bool(),
+        entropy=SAMPLED.entropy.clone(),
+        turns=(("a",), ("h", ""), ("",), ("\udfff",)),
+        replies=((), ("i",), (), ()),
+    )
+    lines = to_lines(GIVEN, replace(SCORED, sampled=episodes), replace(ROLLOUT, mask=episodes.mask), TRAINED)
+    assert [row["spans"] for row in lines[1:]] == [[[0, 2]], [[0, 1], [2, 3]], [[0, 1]], [[0, 3]]]
+    assert (lines[2]["ids"], lines[2]["turns"], lines[2]["replies"]) == ([8, 9, 2], ["h", ""], ["i"])
+    assert_same(read_back(lines, tmp_path).scored.sampled, episodes)
     assert "turns" not in made()[1]
+    secret = replace(SAMPLED, texts=("hf_" + 24 * "a", *SAMPLED.texts[1:]))
+    assert to_lines(GIVEN, replace(SCORED, sampled=secret), ROLLOUT, TRAINED)[1]["completion"] == "REDACTED"
 
 
 def test_the_sets_that_tokens_were_drawn_from_are_read_as_they_were_written(tmp_path):
-    kept = SamplingSupport(
-        torch.tensor([[2, 0, 0], [1, 1, 3], [1, 0, 0], [0, 0, 0]]).int(), torch.tensor([7, 9, 8, 9, 0, 2, 4, 2]).int()
-    )
-    given = replace(SCORED, sampled=replace(SAMPLED, support=kept))
-    written = to_lines(GIVEN, given, ROLLOUT, TRAINED)
-    assert [row["kept"] for row in written[1:]] == [[[7, 9], []], [[8], [9], [0, 2, 4]], [[2]], [[], [], []]]
-    path = tmp_path / recording.file_name(1)
-    recording.write(path, written)
-    found = from_lines(*recording.read(path), torch.device("cpu")).scored.sampled.support
-    assert torch.equal(found.sizes, kept.sizes)
-    assert torch.equal(found.ids, kept.ids)
+    sizes, ids = [[2, 0, 0], [1, 1, 3], [1, 0, 0], [0, 0, 0]], [7, 9, 8, 9, 0, 2, 4, 2]
+    support = SamplingSupport(torch.tensor(sizes).int(), torch.tensor(ids).int())
+    lines = to_lines(GIVEN, replace(SCORED, sampled=replace(SAMPLED, support=support)), ROLLOUT, TRAINED)
+    assert [row["kept"] for row in lines[1:]] == [[[7, 9], []], [[8], [9], [0, 2, 4]], [[2]], [[], [], []]]
+    assert_same(read_back(lines, tmp_path).scored.sampled.support, support)
     assert "kept" not in made()[1]
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -70,13 +70,12 @@ def to_lines(
     widths, counts = (part.sum(-1).tolist() for part in sampled.attention_mask.split([width, length], -1))
     turns, support = spans(sampled.mask) if sampled.turns else None, sampled.support
     sets = [] if support is None else [row.lists() for row in support.to(torch.device("cpu")).each(counts)]
-    rewards = {name: values.tolist() for name, values in scored.rewards.items()}
-    ids, old_logprobs, entropy, ref_logprobs, scores, steps, advantages = (
-        tensor.tolist()
-        for tensor in (
-            *(sampled.ids, sampled.logprobs, sampled.entropy, rollout.ref_logprobs),
-            *(scored.scores, scored.steps, rollout.mean_advantages),
-        )
+    by_token = {"old_logprobs": sampled.logprobs, "entropy": sampled.entropy}
+    if header["reference"]:
+        by_token["ref_logprobs"] = rollout.ref_logprobs
+    values = {name: tensor.tolist() for name, tensor in {**scored.rewards, **by_token}.items()}
+    ids, scores, steps, advantages = (
+        tensor.tolist() for tensor in (sampled.ids, scored.scores, scored.steps, rollout.mean_advantages)
     )
     for row, (count, prompt_width) in enumerate(zip(counts, widths, strict=True)):
         group = row // scored.group_size
@@ -85,7 +84,7 @@ def to_lines(
             "prompt": _redact(scored.prompts.texts[group]),
             "completion": redact(sampled.texts[row]),
             "columns": columns[group],
-            "rewards": {name: encode(values[row]) for name, values in rewards.items()},
+            "rewards": {name: encode(values[name][row]) for name in scored.rewards},
             "scores": [*map(encode, scores[row])],
             "steps": [[token, encode(value)] for token, value in enumerate(steps[row]) if not math.isnan(value)],
             "advantage": encode(advantages[row]),
@@ -93,16 +92,13 @@ def to_lines(
             "finished": sampled.finished[row],
             "prompt_ids": ids[row][width - prompt_width : width],
             "ids": ids[row][width : width + count],
-            "old_logprobs": [*map(encode, old_logprobs[row][:count])],
-            "entropy": [*map(encode, entropy[row][:count])],
+            **{name: [*map(encode, values[name][row][:count])] for name in by_token},
         }
         if turns and sampled.turns and sampled.replies:
             line |= {"turns": _redact(sampled.turns[row]), "replies": _redact(sampled.replies[row])}
             line["spans"] = [list(span) for span in turns[row]]
         if sets:
             line["kept"] = sets[row]
-        if header["reference"]:
-            line["ref_logprobs"] = [*map(encode, ref_logprobs[row][:count])]
         if row in logprobs:
             line["logprobs"] = [*map(encode, logprobs[row][:count])]
         lines.append(line)
@@ -113,26 +109,19 @@ def from_lines(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], dev
     """The rollout that `to_lines` described, with samples on ``device`` and rewards on the CPU."""
     width, length, total = header["prompt_tokens"], header["completion_tokens"], len(rows)
 
-    def fill(values: Callable[[Mapping[str, Any]], Sequence[Any]], tensor: Tensor, *, left: bool = False) -> Tensor:
-        """Write every row's values at its start, or at its end."""
-        for number, row in enumerate(rows):
-            if written := values(row):
-                place = slice(-len(written), None) if left else slice(len(written))
-                tensor[number, place] = torch.tensor(written, dtype=tensor.dtype)
-        return tensor
+    def pad(values: Iterable[Sequence[Any]], filler: Any, size: int = length, *, left: bool = False) -> Tensor:
+        """[B, size] of the values of every row."""
+        padded = ((row, [filler] * (size - len(row))) for row in values)
+        return torch.tensor([[*fill, *row] if left else [*row, *fill] for row, fill in padded])
 
     def floats(*names: str) -> Tensor:
         """[B, T] of the first of some fields that a row has."""
+        fields = (next((row[name] for name in names if name in row), ()) for row in rows)
+        return pad(([*map(decode, values)] for values in fields), 0.0).to(device)
 
-        def first(row: Mapping[str, Any]) -> list[float]:
-            return [decode(value) for value in next((row[name] for name in names if name in row), [])]
-
-        return fill(first, torch.zeros(total, length)).to(device)
-
-    prompt_ids = fill(lambda row: row["prompt_ids"], torch.zeros(total, width, dtype=torch.long), left=True)
-    prompt_mask = fill(lambda row: [True] * len(row["prompt_ids"]), torch.zeros(total, width).bool(), left=True)
-    ids = fill(lambda row: row["ids"], torch.zeros(total, length, dtype=torch.long))
-    present = fill(lambda row: [True] * len(row["ids"]), torch.zeros(total, length).bool())
+    prompt_ids = pad((row["prompt_ids"] for row in rows), 0, width, left=True)
+    prompt_mask = pad(([True] * len(row["prompt_ids"]) for row in rows), False, width, left=True)
+    present = pad(([True] * len(row["ids"]) for row in rows), False)
     mask, steps = present.clone(), torch.full((total, length), torch.nan)
     for number, row in enumerate(rows):
         for (_, end), (start, _) in pairwise(row.get("spans", ())):
@@ -144,7 +133,7 @@ def from_lines(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], dev
         return tuple(tuple(row[name]) for row in rows) if all(name in row for row in rows) else None
 
     sampled = Sampled(
-        ids=torch.cat([prompt_ids, ids], 1).to(device),
+        ids=torch.cat([prompt_ids, pad((row["ids"] for row in rows), 0)], 1).to(device),
         attention_mask=torch.cat([prompt_mask, present], 1).to(device),
         mask=mask.to(device),
         logprobs=floats("old_logprobs"),
@@ -162,11 +151,9 @@ def from_lines(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], dev
             {name: tuple(row["columns"][name] for row in firsts) for name in sorted(firsts[0]["columns"])},
         ),
         sampled=sampled,
-        rewards={
-            name: torch.tensor([decode(row["rewards"][name]) for row in rows]) for name in (*header["rewards"], "total")
-        },
+        rewards={name: _floats(row["rewards"][name] for row in rows) for name in (*header["rewards"], "total")},
         right=torch.tensor([row["right"] for row in rows]),
-        scores=torch.tensor([[decode(value) for value in row["scores"]] for row in rows]),
+        scores=torch.stack([_floats(row["scores"]) for row in rows]),
         steps=steps,
     )
     return RecordedRollout(header, scored, floats("ref_logprobs"), floats("logprobs", "old_logprobs"))
@@ -188,10 +175,13 @@ def _support(sets: Sequence[Sequence[Sequence[int]]], length: int, device: torch
     """[B, T] the sets that tokens were drawn from; None where all were drawn from the whole vocabulary."""
     if not any(sets):
         return None
-    sizes = torch.tensor([[len(tokens) for tokens in row] + [0] * (length - len(row)) for row in sets]).int()
-    return SamplingSupport(sizes, torch.tensor([token for row in sets for tokens in row for token in tokens]).int()).to(
-        device
-    )
+    sizes = torch.tensor([[len(tokens) for tokens in row] + [0] * (length - len(row)) for row in sets])
+    ids = torch.tensor([token for row in sets for tokens in row for token in tokens])
+    return SamplingSupport(sizes.int(), ids.int()).to(device)
+
+
+def _floats(written: Iterable[float | str | None]) -> Tensor:
+    return torch.tensor([*map(decode, written)])
 
 
 def _redact(value: Any) -> Any:
