@@ -106,7 +106,8 @@ def find_runs(*directories: Path | str) -> list[RunRecord]:
             raise ReportError(f"{place}: {'no directory' if place.exists() else 'there is no such directory'}")
     ended = {path.parent for place in places for path in place.rglob("summary.json")}
     begun = {path.parent.parent for place in places for path in place.rglob(".hydra/overrides.yaml")}
-    records = [read_run(directory) for directory in sorted(ended | begun)]
+    preflights = {path.parent for place in places for path in place.rglob("summary_preflight.json")}
+    records = [read_run(directory) for directory in sorted(ended | (begun - preflights))]
     for sweep in sorted({path.parent for place in places for path in place.rglob(SWEEP_FILE)}):
         records += _missing_jobs(sweep, [record for record in records if sweep in record.directory.parents])
     if not records:
