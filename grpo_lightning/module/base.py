@@ -354,4 +354,4 @@ class StepModule(LightningModule):
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
         self.gradient_step.skipped, self.gradient_step.skipped_in_a_row = state["skipped"]
         self.metrics = {name: value for name, value in state["metrics"].items() if isinstance(value, int | float)}
-        self.history = {name: MetricHistory(**values) for name, values in state.get("values", {}).items()}
+        self.history = {name: MetricHistory(**values) for name, values in state["values"].items()}
