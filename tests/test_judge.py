@@ -109,11 +109,11 @@ def test_a_bad_answer_is_a_failure_and_the_next_may_be_better():
 
 @pytest.mark.slow
 def test_the_server_may_ask_for_time():
-    after = "0.4"
+    after = "1"
     busy = Reply(status=429, headers={"retry-after": after})
     with serving(lambda number, _: busy if number == 0 else "SCORE: 4") as server:
         assert asked(server, retries=1) == [0.4]
-    assert 0.4 <= server.times[1] - server.times[0] < 4
+    assert 1 <= server.times[1] - server.times[0] < 4
 
 
 def test_a_request_that_is_refused_is_not_repeated_and_others_go_on():

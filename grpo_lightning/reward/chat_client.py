@@ -1,15 +1,11 @@
 """HTTP client of an OpenAI-compatible chat completions server; retries are those of the reward that calls it."""
 
 import asyncio
-import ipaddress
 import json
 import logging
 import os
 import re
-import time
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from grpo_lightning.config.redaction import REDACTED, redact, single_line
 from grpo_lightning.reward.coroutines import PermanentError, RetryableError
@@ -70,7 +66,8 @@ class ChatClient:
         if 200 <= status < 300:
             return _content(text)
         if status in _TEMPORARY or status >= 500:
-            raise RetryableError(f"{self.url} answers {status}", after=_retry_after(response.headers))
+            after = response.headers.get("retry-after", "").strip()  # seconds; some servers give a date
+            raise RetryableError(f"{self.url} answers {status}", after=float(after) if after.isdecimal() else 0.0)
         message = f"{self.url} answers {status}: {_beginning(text)}"
         if 300 <= status < 400:
             target = _beginning(response.headers.get("location", "").replace(key or REDACTED, REDACTED))
@@ -102,27 +99,15 @@ def _connect(is_local: bool) -> "httpx2.AsyncClient":
 
 
 def _check_url(url: Any, allow_http: bool) -> bool:
-    """Whether a base URL is of this machine.
-
-    Raises:
-        ValueError: It is no address, or one of another machine without encryption.
-    """
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except (ValueError, AttributeError, TypeError):
-        is_url = False
-    if not is_url or re.search(r"[\s?#@]", url):  # an empty query would cut off what is appended
+    """Check a base URL; returns whether it is of this machine."""
+    parts = re.fullmatch(r"(https?)://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?(/[^\s?#@]*)?", str(url))
+    if parts is None:
         raise ValueError(
             "base_url: expected an address such as https://api.openai.com/v1, without user, query and fragment, got "
             f"{redact(repr(url)):.80}"
         )
-    host = parts.hostname or ""
-    try:
-        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = False
-    if parts.scheme == "http" and not allow_http and not is_local:
+    is_local = parts[2] in ("localhost", "[::1]") or bool(re.fullmatch(r"127(\.\d{1,3}){3}", parts[2]))
+    if parts[1] == "http" and not allow_http and not is_local:
         raise ValueError(f"base_url: expected https, or a server of this machine, or allow_http=true, got {url!r:.80}")
     return is_local
 
@@ -136,17 +121,6 @@ def _content(body: str) -> str:
     if not isinstance(content, str):
         raise ValueError(f"its answer is no chat completion: {_beginning(body)}")
     return content
-
-
-def _retry_after(headers: Any) -> float:
-    """Seconds of a Retry-After header, a number or a date; 0 without one."""
-    after = headers.get("retry-after", "").strip()
-    if re.fullmatch(r"\d{1,6}(\.\d*)?", after):
-        return float(after)
-    try:
-        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
 
 
 def _beginning(text: str) -> str:

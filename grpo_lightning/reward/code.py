@@ -47,30 +47,26 @@ def code(
     memory_mb: int,
     **_: Any,
 ) -> list[float | None]:
-    """The share of the tests that the program in the completion passes; 0.0 without a program.
+    """The share of the tests that the program in the completion passes, see `program`; 0.0 without a program.
 
-    The program is the last complete block between fences ```python (or py, python3, or no language) of the answer text,
-    and of an answer in tags without a fence all of it. Each test runs it afresh in a sandbox, see
-    `grpo_lightning.sandbox`. It passes if the program ends by itself with status 0 and has printed what is expected,
-    white space at the ends of lines and of the text aside, or if its function has returned it. The first test that runs
-    out of time ends the rest, which count as failed.
+    Each test runs it afresh in a sandbox, see `grpo_lightning.sandbox`. It passes if the program ends by itself with
+    status 0 and has printed what is expected, white space at the ends of lines and of the text aside, or if its
+    function has returned it. The first test that runs out of time ends the rest, which count as failed.
 
     Args:
         completions: [B]
         tests: [B] lists of ``{input: text, output: text}``, or of ``{function: name, args: [...], output: value}``, or
             such a list as JSON. Numbers that a function returns may be off by a billionth if they have fractions.
         all_or_nothing: Whether a program gets 1.0 for passing all tests and else 0.0.
-        seconds: By the clock, for one test.
-        cpu_seconds: Of computing, for one test.
-        seconds_in_all: By the clock, for all tests of a completion; those that are not begun then count as failed.
+        seconds: Wall-clock time for one test.
+        cpu_seconds: CPU time for one test.
+        seconds_in_all: Wall-clock time for all tests of a completion; those that are not begun then count as failed.
         memory_mb: Of address space, in units of 2**20 bytes.
 
     Raises:
         ValueError: A setting is out of range, or tests are not as above.
         Unavailable: The machine has no sandbox.
     """
-    if not isinstance(all_or_nothing, bool):
-        raise ValueError(f"all_or_nothing: expected true or false, got {all_or_nothing!r:.80}")
     if not (isinstance(seconds_in_all, int | float) and seconds_in_all > 0):
         raise ValueError(f"seconds_in_all: expected a number > 0, got {seconds_in_all!r:.80}")
     limits = Limits(seconds=seconds, cpu_seconds=cpu_seconds, memory_mb=memory_mb)
@@ -83,13 +79,15 @@ def code(
 
 
 def program(completion: str) -> str | None:
-    """The program that a completion gives as its answer, or None."""
+    """The program that a completion gives as its answer, or None.
+
+    It is the last complete block between fences ```python (or py, python3, or no language) of the answer text, and of
+    an answer in tags without a fence all of it.
+    """
     answer = answer_text(completion)
-    blocks = fenced_blocks(answer, _LANGUAGES)
-    found = blocks[-1] if blocks else None
-    if found is None and FENCE not in answer and tag(completion, "answer"):
-        found = answer
-    return found if found is not None and found.strip() and len(found) <= _MAX_CHARACTERS else None
+    whole = [answer] if FENCE not in answer and tag(completion, "answer") else []
+    found = (fenced_blocks(answer, _LANGUAGES) or whole or [""])[-1]
+    return found if found.strip() and len(found) <= _MAX_CHARACTERS else None
 
 
 def _cases(given: Any) -> list[Case]:

@@ -120,10 +120,7 @@ class Pending:
         self._future = future
 
     def result(self, poll: Callable[[], None] | None = None) -> Any:
-        """Wait for the call; returns its value or a `Failure`.
-
-        Args:
-            poll: Called four times a second meanwhile; may raise to give up.
+        """Wait for the call; returns its value or a `Failure`. ``poll`` is called meanwhile and may raise to give up.
 
         Raises:
             RewardError: The function has raised it.

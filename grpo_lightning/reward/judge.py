@@ -117,11 +117,7 @@ class ChatJudge:
         return self._score(answer)
 
     def _score(self, answer: str) -> float:
-        """The last score in an answer, from 0 to 1.
-
-        Raises:
-            ValueError: There is none, or it is outside of the scale.
-        """
+        """The last score in an answer, from 0 to 1; a ValueError if there is none in the scale."""
         matches = [match[1] for match in self._pattern.finditer(answer, timeout=_SEARCH_SECONDS)]
         lowest, highest = self._scale
         try:
@@ -156,12 +152,7 @@ class AnswerCache:
         return self._answers.get(request)
 
     def put(self, request: str, answer: str, **more: Any) -> str:
-        """Write an answer down; returns the one that counts, since another process may have been first.
-
-        Args:
-            request: The hash of what was asked.
-            answer: The text.
-            more: Further fields of the line, for readers.
+        """Write an answer down, with further fields; returns the one that counts: another process may have been first.
 
         Raises:
             RewardError: The file cannot be written.
@@ -192,11 +183,7 @@ class AnswerCache:
 
 
 def template_columns(template: str) -> list[str]:
-    """The fields of a template that columns fill; each field is a plain name in braces.
-
-    Raises:
-        ValueError: It has other braces, or no place for the completion.
-    """
+    """The fields of a template that columns fill; each field is a plain name in braces."""
     try:
         fields = [field[1:] for field in Formatter().parse(template) if field[1] is not None]
     except ValueError as error:
@@ -234,10 +221,8 @@ def message(template: str, texts: Mapping[str, Any], *, rubric: str, scale: Sequ
 def _sendable(value: Any) -> str:
     """A value as text that can be sent: chat messages with their roles, unless it is one."""
     if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
-        contents = [str(item.get("content", "")) for item in value]
-        roles = [str(item.get("role", "")) for item in value]
-        with_roles = [f"{role}: {content}" for role, content in zip(roles, contents, strict=True)]
-        value = contents[0] if len(value) == 1 else "\n\n".join(with_roles)
+        turns = [f"{item.get('role', '')}: {item.get('content', '')}" for item in value]
+        value = value[0].get("content", "") if len(value) == 1 else "\n\n".join(turns)
     text = str(value).encode("utf-8", errors="replace").decode()
     return _MESSAGE_MARK.sub(lambda mark: f"{mark[0]} ", text)
 

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from latex2sympy2_extended.math_normalization import normalize_latex
@@ -47,26 +48,20 @@ _BOXED = "\\boxed{"
 _BETWEEN = re.compile(r"\$|\\[()\[\]]")
 """What begins and ends the formulas of a text."""
 _PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
-_LATEX: dict[str, str | int | None] = {
-    "\u00b0": "^{\\circ}",
-    "\u00b1": "\\pm ",
-    "\u00b2": "^{2}",
-    "\u00b3": "^{3}",
-    "\u00d7": "\\times ",
-    "\u00f7": "\\div ",
-    "\u03c0": "\\pi ",
-    "\u2212": "-",
-    "\u221a": "\\sqrt ",
-    "\u221e": "\\infty ",
-    "\u2264": "\\le ",
-    "\u2265": "\\ge ",
-}
-_OTHER = re.compile(rf"[^ -~\n\t{''.join(_LATEX)}]")
+_SYMBOLS = "\u00b0\u00b1\u00b2\u00b3\u00d7\u00f7\u03c0\u2212\u221a\u221e\u2264\u2265"
+"""Degree, plus-minus, squared, cubed, times, divided by, pi, minus, root, infinity, at most, at least."""
+_COMMANDS = re.split(",", r"^{\circ},\pm ,^{2},^{3},\times ,\div ,\pi ,-,\sqrt ,\infty ,\le ,\ge ")
+_LATEX = str.maketrans(dict(zip(_SYMBOLS, _COMMANDS, strict=True)))
+_OTHER = re.compile(rf"[^ -~\n\t{_SYMBOLS}]")
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|inf)(?![A-Za-z]))[A-Za-z]{3,}")
 _GROUPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|begin|end|operatorname|mathbb|mbox)\s?\{([^{}]*)\}")
 _DIGITS = re.compile(r"[0-9]+")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\\])([0-9.]+)[eE]([-+]?[0-9]+)")
-_POWER_SIGN = re.compile(r"\*\*|\^")
+_GROUP = r"\{[^{}]*\}"
+for _ in range(3):
+    _GROUP = rf"\{{(?:[^{{}}]|{_GROUP})*\}}"
+_POWER = re.compile(rf"(?:\*\*|\^)[ \n\t+-]*({_GROUP}|\((?:[^()]|\([^()]*\))*\)|[0-9]+|.?)", re.DOTALL)
+"""A power with its exponent: a group, digits, or one character."""
 _POWER_OF_NUMBER = re.compile(r"[0-9)}\]]\s*(?:\^|\*\*)")
 _ROUND_EXPONENT = re.compile(r"\^\s?(?:\(([^()]*)\)|(-?[0-9]+))")
 _NAMES = re.compile(r"(?<![\\A-Za-z])(pi|sqrt|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
@@ -114,7 +109,7 @@ def read_formula(text: str) -> str | None:
         formula = "" if number is None else f"${number}$"
     else:
         formula = f"${inner if chr(92) in inner else _latex(inner)}$" if inner else ""
-    formula = formula.translate(str.maketrans(_LATEX))
+    formula = formula.translate(_LATEX)
     # As math-verify reads each of them: without quotes and the like, which could part a command.
     as_read = [normalize_latex(part, _NORMALIZATION) for part in _BETWEEN.split(formula)]
     return formula if all(map(_is_bounded, (formula, *as_read))) else None
@@ -185,23 +180,17 @@ def _plain(text: str) -> str:
 def _without_marks(text: str) -> str:
     """What is in the last box if that is closed, else ``text`` without the dollars around all of it."""
     begin = text.rfind(_BOXED) + len(_BOXED)
-    if begin >= len(_BOXED) and (end := _closing(text, begin - 1, "{", "}")) is not None:
-        return text[begin:end].strip()
+    if begin >= len(_BOXED):
+        depth = 0
+        for position in range(begin - 1, len(text)):
+            depth += (text[position] == "{") - (text[position] == "}")
+            if not depth:
+                return text[begin:position].strip()
     for opening, closing in _PAIRS:
         inner = text[len(opening) : -len(closing)]
         if text == f"{opening}{inner}{closing}" and not any(mark in inner for mark in (opening, closing)):
             return inner.strip()
     return text
-
-
-def _closing(text: str, start: int, opening: str, closing: str) -> int | None:
-    """Where the bracket at ``start`` is closed, by any of ``closing``; None if it is not."""
-    depth = 0
-    for position in range(start, len(text)):
-        depth += (text[position] in opening) - (text[position] in closing)
-        if not depth:
-            return position
-    return None
 
 
 def _latex(text: str) -> str:
@@ -232,26 +221,14 @@ def _is_bounded(formula: str) -> bool:
 def _nested_power(formula: str) -> int:
     """A bound of the powers: the largest exponent times those of brackets; for towers more than what is allowed."""
     largest = nested = 1
-    for sign in _POWER_SIGN.finditer(formula):
-        exponent, after = _exponent(formula, sign.end())
-        size = 1
-        for digits in _DIGITS.findall(exponent):
-            size *= max(int(digits), 1)
-        is_tower = _POWER_OF_NUMBER.search(exponent) or _POWER_SIGN.match(formula[after:].lstrip())
-        if is_tower or "!" in exponent:
+    for power in _POWER.finditer(formula):
+        exponent, rest = power[1], formula[power.end() :].lstrip()
+        is_tower = rest.startswith(("^", "**")) or _POWER_OF_NUMBER.search(exponent)
+        if is_tower or "!" in exponent or exponent in ("{", "("):
             return _MAX_POWER + 1
-        if formula[: sign.start()].rstrip().endswith((")", "}", "]", "!")):
+        size = prod(max(int(digits), 1) for digits in _DIGITS.findall(exponent))
+        if formula[: power.start()].rstrip().endswith((")", "}", "]", "!")):
             nested *= size
         else:
             largest = max(largest, size)
     return largest * nested
-
-
-def _exponent(formula: str, start: int) -> tuple[str, int]:
-    """The exponent that begins at ``start``, a group or digits or one character, and where it ends."""
-    while start < len(formula) and formula[start] in " \n\t+-":
-        start += 1
-    if formula[start : start + 1] in ("{", "(") and (end := _closing(formula, start, "{(", "})")) is not None:
-        return formula[start + 1 : end], end + 1
-    exponent = re.compile(r"[0-9]+|[^0-9]?").match(formula, start)
-    return (exponent[0], exponent.end()) if exponent else ("", start)

@@ -87,8 +87,7 @@ class PerCompletion:
     """A reward made of a function that scores one completion at a time.
 
     ``function(completion, **columns) -> float | None`` takes the text as its first argument, whatever its name, and by
-    name the row's ``prompt`` and columns: those it names, or all of them if it has ``**kwargs``. Where the reward has
-    ``messages``, the completion and the ``prompt`` are lists of chat messages. It may be a coroutine function.
+    name the row's ``prompt`` and columns: those it names, or all of them if it has ``**kwargs``.
 
     Raises:
         ValueError: On construction, if ``function`` does not take the completion as its first argument.
@@ -119,10 +118,6 @@ class PerCompletion:
 
 def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Match known arguments with a function's signature.
-
-    Args:
-        function: A reward function.
-        known: The arguments that there are, by name.
 
     Returns:
         The required parameters that are not known, and the known arguments that it takes: all if it has ``**kwargs``,
@@ -186,9 +181,6 @@ def total(rewards: Mapping[str, RewardSpec], scores: Mapping[str, Sequence[Score
     Args:
         rewards: Name -> function and weight.
         scores: Name -> [B] as returned by `score` or `clip_scores`.
-
-    Returns:
-        [B] finite numbers or None.
 
     Raises:
         RewardError: A sum is too large for a float.

@@ -37,7 +37,6 @@ _START += "sys.path.pop(); main(int(sys.argv[1]), sys.argv[3])"
 _START_SECONDS = 60.0
 _SPARE_SECONDS = 30.0  # how late the server may end a program before it is ended itself
 _MESSAGE = 65_536  # bytes
-_NUM_STARTS = 2  # of a server that dies, for one program
 
 _lock = threading.RLock()
 _server: "_Server | None" = None
@@ -106,19 +105,15 @@ def run(text: str, stdin: str, limits: Limits) -> Outcome:
     """
     global _server
     with _lock:
-        for start in range(_NUM_STARTS):
-            try:
-                if _server is None:
-                    _server = _Server()
-                return _server.run(_encoded(text), _encoded(stdin), limits)
-            except (ConnectionError, EOFError, TimeoutError) as error:
-                close()
-                if start == _NUM_STARTS - 1:
-                    raise Unavailable(f"the sandbox's server died twice: {type(error).__name__}: {error}") from error
-            except BaseException:  # such as Ctrl-C: the server is still busy
-                close()
-                raise
-    raise Unavailable("the sandbox's server was not started")
+        try:
+            _server = _server or _Server()
+            return _server.run(_encoded(text), _encoded(stdin), limits)
+        except (ConnectionError, EOFError, TimeoutError) as error:
+            close()  # the next program gets another
+            raise Unavailable(f"the sandbox's server died: {type(error).__name__}: {error}") from error
+        except BaseException:  # such as Ctrl-C: the server is still busy
+            close()
+            raise
 
 
 def check() -> None:
@@ -208,12 +203,7 @@ class _Server:
             )
 
     def run(self, text: bytes, stdin: bytes, limits: Limits) -> Outcome:
-        """Run one program.
-
-        Raises:
-            Unavailable: It could not be run.
-            ConnectionError: The server died; so do EOFError and TimeoutError say.
-        """
+        """Run one program; a ConnectionError, EOFError or TimeoutError says that the server died."""
         with ExitStack() as stack:
             files = [stack.enter_context(_memory_file(content)) for content in (text, stdin, None, None)]
             socket.send_fds(self._channel, [json.dumps(vars(limits)).encode()], [file.fileno() for file in files])
