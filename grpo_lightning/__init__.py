@@ -10,7 +10,8 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from grpo_lightning.composition import compose
-    from grpo_lightning.module import GRPOLightningModule, SFTLightningModule
+    from grpo_lightning.module import GRPOLightningModule
+    from grpo_lightning.module.sft import SFTLightningModule
     from grpo_lightning.policy import Policy
     from grpo_lightning.run import Run
     from grpo_lightning.types import Prompts, Rollout, Sampled, Sampling, Scored
@@ -34,7 +35,7 @@ _HOME = {
     "Prompts": "types",
     "Rollout": "types",
     "Run": "run",
-    "SFTLightningModule": "module",
+    "SFTLightningModule": "module.sft",
     "Sampled": "types",
     "Sampling": "types",
     "Scored": "types",

@@ -3,19 +3,21 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import comb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.reward.text import answer_text
 from grpo_lightning.rollout.scoring import Scorer, StepContext
 from grpo_lightning.schedule import resolve_schedules
 from grpo_lightning.types import Prompts, Sampling, Scored
+
+if TYPE_CHECKING:
+    from grpo_lightning.environment import Environment
 
 
 class _PromptMean(Metric):
@@ -132,7 +134,7 @@ class Validation(nn.Module):
         max_new_tokens: int,
         stop: Sequence[str],
         kv_cache_gib: float | None = None,
-        environment: Environment | None = None,
+        environment: "Environment | None" = None,
     ) -> None:
         super().__init__()
         self.scorer = Scorer(reward, outcome, threshold, environment)

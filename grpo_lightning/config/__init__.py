@@ -134,7 +134,7 @@ def _function_problems(config: Mapping[str, Any]) -> Iterator[str]:
 def _recording_problems(config: Mapping[str, Any], broken: Collection[str]) -> Iterator[str]:
     """What stands in the way of training on the recorded rollouts in ``rollout.path``."""
     path, last = str(value_at(config, "rollout.path")), config.get("steps")
-    is_recorded = value_at(config, "rollout._target_") == "grpo_lightning.rollout.Recorded"
+    is_recorded = value_at(config, "rollout._target_") == "grpo_lightning.rollout.recorded.Recorded"
     if not is_recorded or config.get("mode") != "fit" or not isinstance(last, int):
         return
     recording = import_module("grpo_lightning.recording")  # by name: that package imports this one

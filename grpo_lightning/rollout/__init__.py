@@ -1,6 +1,5 @@
-"""Prompts -> samples -> rewards -> advantages. Runs without a Trainer."""
+"""Collect rollouts: prompts -> samples -> rewards -> advantages. Runs without a Trainer."""
 
 from grpo_lightning.rollout.collector import Collector
-from grpo_lightning.rollout.recorded import Recorded
 
-__all__ = ["Collector", "Recorded"]
+__all__ = ["Collector"]

@@ -5,12 +5,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from grpo_lightning.advantage import replace_nan
-from grpo_lightning.environment import Environment
 from grpo_lightning.loss import k1, k3
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec
@@ -18,6 +18,9 @@ from grpo_lightning.rollout.scoring import Scorer, StepContext, turn_metrics
 from grpo_lightning.rollout.selection import top_entropy
 from grpo_lightning.sampler.native.token_sampling import MAX_SUPPORT
 from grpo_lightning.types import Prompts, Rollout, Sampled, Sampling, SamplingSupport, Scored
+
+if TYPE_CHECKING:
+    from grpo_lightning.environment import Environment
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class Collector:
 
     reward: Mapping[str, RewardSpec]
     """Name -> function and weight."""
-    environment: Environment | None = None
+    environment: "Environment | None" = None
     """Environment for multi-turn rollouts, or None for single-turn."""
     advantage: Advantage
     outcome: str | None

@@ -4,21 +4,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from grpo_lightning import environment, reward
+from grpo_lightning import reward
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
-from grpo_lightning.environment import Environment, EpisodeError, Episodes
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec, Score, Scoring, clip_scores, scalar, total
 from grpo_lightning.reward.accuracy import of_environment
 from grpo_lightning.sampler.base import Poll, Sampler
 from grpo_lightning.sampler.native.sampler import NativeSampler
 from grpo_lightning.types import Prompts, Sampled, Sampling, Scored, spans
+
+if TYPE_CHECKING:
+    from grpo_lightning.environment import Environment, Episodes
 
 _CPU = torch.device("cpu")
 
@@ -71,7 +73,7 @@ class Scorer:
     rewards: Mapping[str, RewardSpec]
     outcome: str | None
     threshold: float
-    environment: Environment | None = None
+    environment: "Environment | None" = None
 
     @property
     def outcome_name(self) -> str:
@@ -156,10 +158,14 @@ class Scorer:
 
         return _concatenate(ranks.all_or_raise(work, waiting=context.clock("wait")), sampled.mask.device)
 
-    def _episodes(self, prompts: Prompts, group_size: int, first_prompt: int, context: StepContext) -> Episodes | None:
+    def _episodes(
+        self, prompts: Prompts, group_size: int, first_prompt: int, context: StepContext
+    ) -> "Episodes | None":
         """One new episode per completion; None without an environment."""
         if self.environment is None:
             return None
+        from grpo_lightning.environment import Episodes
+
         rows = range(len(prompts) * group_size)
         seeds = [(context.seed, first_prompt + row // group_size, row % group_size) for row in rows]
         columns = {name: _per_row(values, group_size) for name, values in prompts.columns.items()}
@@ -177,7 +183,7 @@ class Scorer:
         prompts: Prompts,
         sampled: Sampled,
         scoring: Scoring | None,
-        episodes: Episodes | None,
+        episodes: "Episodes | None",
         context: StepContext,
     ) -> tuple[Scored, dict[str, float]]:
         with context.clock("reward"):
@@ -212,7 +218,7 @@ class Scorer:
         scores: Mapping[str, Sequence[Score]],
         ids: Sequence[Sequence[int]],
         sampled: Sampled,
-        episodes: Episodes | None,
+        episodes: "Episodes | None",
     ) -> Tensor:
         """[B, T] weighted scores at the token where each step ends, NaN elsewhere."""
         steps = torch.full(tuple(sampled.mask.shape), torch.nan)
@@ -256,7 +262,7 @@ def _per_row(values: Sequence[Any], group_size: int) -> list[Any]:
 
 
 def check_columns(
-    rewards: Mapping[str, RewardSpec], environment_: Environment | None, column_names: Collection[str]
+    rewards: Mapping[str, RewardSpec], environment: "Environment | None", column_names: Collection[str]
 ) -> None:
     """Check that every reward and the environment can be called with these columns of the data.
 
@@ -264,19 +270,21 @@ def check_columns(
         RewardError: See `grpo_lightning.reward.check_columns`.
         EpisodeError: See `grpo_lightning.environment.check_columns`; or a column has the name of one of `COLUMNS`.
     """
-    if environment_ is None:
+    if environment is None:
         reward.check_columns(rewards, column_names)
         return
+    from grpo_lightning.environment import EpisodeError, check_columns
+
     if taken := sorted({*COLUMNS} & {*column_names}):
         raise EpisodeError(
             f"column {taken[0]!r} of the data has the name of a column that multi-turn rollouts pass to rewards "
             f"({', '.join(COLUMNS)}): rename it"
         )
-    environment.check_columns(environment_, column_names)
+    check_columns(environment, column_names)
     reward.check_columns(rewards, [*column_names, *COLUMNS])
 
 
-def reward_columns(sampled: Sampled, episodes: Episodes | None) -> dict[str, Sequence[Any]]:
+def reward_columns(sampled: Sampled, episodes: "Episodes | None") -> dict[str, Sequence[Any]]:
     """`COLUMNS` by name, [B] each; recorded completions have no scores of turns, single-turn ones no columns."""
     if sampled.turns is None or sampled.replies is None:
         return {}
