@@ -7,6 +7,7 @@ completions.
 
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -34,9 +35,9 @@ TOLERANCE = 1e-4
 PHASES = {"step": "seconds", "rollout": "time/rollout", "update": "time/update"}
 
 
-def run(options: Namespace, cases: tuple[Setting, ...] = CASES) -> dict[str, Any]:
+def run(options: Namespace, cases: Sequence[Setting] = CASES) -> dict[str, Any]:
     """All cases, or those named, beside TRL or ``options.against``."""
-    chosen = [TINY] if options.smoke else [case for case in cases if case.name in (options.cases or [*_names(cases)])]
+    chosen = select(cases, options)
     steps = {"warmup": 0, "steps": 1} if options.smoke else {"warmup": 3, "steps": 10}
     figures: dict[str, Any] = {} if options.against else {"equality": equality()}
     other = "before" if options.against else "TRL"
@@ -71,8 +72,16 @@ def run(options: Namespace, cases: tuple[Setting, ...] = CASES) -> dict[str, Any
     return figures
 
 
-def _names(cases: tuple[Setting, ...]) -> list[str]:
-    return [case.name for case in cases]
+def select(cases: Sequence[Setting], options: Namespace) -> Sequence[Setting]:
+    """The cases named on the command line, or all; one that is tiny for a smoke test.
+
+    Raises:
+        SystemExit: None is named so.
+    """
+    chosen = [case for case in cases if not options.cases or case.name in options.cases]
+    if not chosen:
+        raise SystemExit(f"--cases: there are {', '.join(case.name for case in cases)}")
+    return [TINY] if options.smoke else chosen
 
 
 def equality() -> dict[str, float]:

@@ -23,7 +23,13 @@ GAMES: Mapping[str, Mapping[str, Sequence[str]]] = {
     "guess": {"honest replies": [], "random replies": ["environment.function.random_replies=1"]},
 }
 """Game -> what is compared -> its settings beside experiment=GAME."""
-TINY = ("steps=1", "data.prompts_per_step=2", "data.validation_size=4", "rollout.group_size=2")
+TINY = (
+    "steps=1",
+    "policy.path=pkg://grpo_lightning/policy/tiny",
+    "data.prompts_per_step=2",
+    "data.validation_size=4",
+    "rollout.group_size=2",
+)
 
 
 def run(options: Namespace) -> dict[str, Any]:

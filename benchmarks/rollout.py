@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks import compare
 from benchmarks.measure import device, format_ratio, in_turns, ratio
-from benchmarks.setting import TINY, Setting
+from benchmarks.setting import Setting
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.sampler.native.sampler import NativeSampler
 from grpo_lightning.types import Sampled, Sampling
@@ -26,11 +26,9 @@ def run(options: Namespace) -> dict[str, Any]:
         return compare.run(options, CASES)
     figures = {}
     print("| case | `generate`, s | ours, s | `generate` / ours (quartiles) |\n|---|---|---|---|")
-    for case in [TINY] if options.smoke else CASES:
-        if not options.cases or case.name in options.cases or options.smoke:
-            row = figures[case.name] = measure(case, **{"warmup": 0, "steps": 1} if options.smoke else {})
-            cells = f"{row['generate']:.2f} | {row['ours']:.2f} | **{format_ratio(row)}**"
-            print(f"| {case.name} | {cells} |", flush=True)
+    for case in compare.select(CASES, options):
+        row = figures[case.name] = measure(case, **{"warmup": 0, "steps": 1} if options.smoke else {})
+        print(f"| {case.name} | {row['generate']:.2f} | {row['ours']:.2f} | **{format_ratio(row)}** |", flush=True)
     return figures
 
 
