@@ -79,7 +79,7 @@ def test_a_full_disk_is_told_by_whatever_error_it_comes(how, tmp_path, monkeypat
 
     monkeypatch.setattr(torch, "save", saved)
     monkeypatch.setattr(io.shutil, "disk_usage", free)
-    expected = r"last.ckpt was not written \(No space left on device\): it takes \d+ kB, and 5000 bytes are free"
+    expected = r"last.ckpt was not written \(No space left on device\): it takes \d+ kB, and 5 kB are free"
     with pytest.raises(io.CannotSave, match=expected):
         small_run(tmp_path, "steps=5", "callbacks.checkpoint.every=1")
     assert leftovers(tmp_path) == []

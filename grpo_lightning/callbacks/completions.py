@@ -85,14 +85,7 @@ class Table:
 
 
 def log_table(logger: Logger, name: str, table: Table, *, step: int) -> None:
-    """Log a table: as text in TensorBoard, a file in MLflow, a table in any logger that has ``log_table``, as W&B's.
-
-    Args:
-        logger: Without ``log_table(key, columns, data, step=)`` it gets no table.
-        name: Loggers show names with the same beginning together.
-        table: The completions.
-        step: The number of completed steps.
-    """
+    """Log a table: as text in TensorBoard, a file in MLflow, a table in a logger that has ``log_table``, as W&B's."""
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text(name, table.page, step)
     elif isinstance(logger, MLFlowLogger):

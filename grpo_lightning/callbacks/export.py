@@ -105,13 +105,7 @@ def check_replaceable(directory: Path, *, key: str = "callbacks.export.directory
 
 
 def model_card(metrics: Mapping[str, float], settings: Mapping[str, Any], *, is_hf: bool = True) -> str:
-    """A model card with the base model, the settings and the result.
-
-    Args:
-        metrics: Final values.
-        settings: The run's.
-        is_hf: Whether transformers can load it; else it is the ``model.pt`` of a module of a program.
-    """
+    """A model card with the base model, the settings and the result; without ``is_hf`` of a program's own module."""
     base = settings.get("policy", {}).get("path", "a model of a program")
     library, use = ("transformers", _LOAD_MODEL) if is_hf else ("pytorch", _LOAD_STATE)
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in sorted(metrics.items()) if name.startswith("val/"))

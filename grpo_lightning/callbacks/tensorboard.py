@@ -59,11 +59,7 @@ class Charts(Callback):
 
 
 def chart_layout(metrics: Collection[str]) -> dict[str, dict[str, tuple[str, list[str]]]]:
-    """The charts that show any of some metrics, as TensorBoard's writers take them.
-
-    Args:
-        metrics: Their names.
-    """
+    """The charts that show any of some metrics, as TensorBoard's writers take them."""
     has_rewards = any(name.startswith("reward/") for name in metrics)
     layout: dict[str, dict[str, tuple[str, list[str]]]] = {}
     for category, charts in CHARTS.items():
@@ -107,14 +103,7 @@ class HParams(Callback):
 def hparams_columns(
     settings: Mapping[str, Any], overrides: Sequence[str], choices: Mapping[str, Any], parts: Sequence[str]
 ) -> dict[str, float | str]:
-    """Column -> value of the HParams tab: the overridden settings, then the choices of some groups.
-
-    Args:
-        settings: The run's, without secrets.
-        overrides: What the user changed.
-        choices: Group of conf/ -> the name of the file that was chosen.
-        parts: Groups that have a column in any case.
-    """
+    """Column -> value of the HParams tab: the overridden settings, then the choices of the groups in ``parts``."""
     keys = [word.partition("=")[0].lstrip("+").partition("@")[0] for word in overrides if not word.startswith("~")]
     columns: dict[str, float | str] = {}
     for key in (*keys, *parts):

@@ -99,13 +99,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_bytes(policy: nn.Module, optimizer: Callable[..., torch.optim.Optimizer], *, all_weights: bool) -> int:
-    """The predicted size of a checkpoint: weights, optimizer state, and what is written around them.
-
-    Args:
-        policy: Its trained weights have optimizer state.
-        optimizer: Called with parameters.
-        all_weights: Whether weights that are not trained are saved, too.
-    """
+    """The predicted size of a checkpoint of the trained weights, or of all, with the optimizer's state."""
     trained = [p for p in policy.parameters() if p.requires_grad]
     values = policy.state_dict().values() if all_weights else trained
     state = sum(weight.numel() for weight in trained) * optimizer_bytes(optimizer)
@@ -113,11 +107,7 @@ def checkpoint_bytes(policy: nn.Module, optimizer: Callable[..., torch.optim.Opt
 
 
 def optimizer_bytes(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
-    """Bytes of optimizer state per trained weight, measured on a few; AdamW's 8 where that fails.
-
-    Args:
-        optimizer: Called with parameters.
-    """
+    """Bytes of optimizer state per trained weight, measured on a few; AdamW's 8 where that fails."""
     weight = nn.Parameter(torch.zeros(256, 256))  # 8-bit optimizers have full states below 4,096 values
     try:
         trial = optimizer([weight])
@@ -141,13 +131,9 @@ def weights_bytes(weights: Iterable[Any]) -> int:
 
 
 def check_room(directory: Path, *, checkpoint: int) -> None:
-    """Refuse a run whose checkpoints do not fit on the disk, before its first step.
+    """Refuse a run whose checkpoints, of so many bytes, do not fit on the disk, before its first step.
 
     The old checkpoint stays until the new one is complete, so there are two for a moment.
-
-    Args:
-        directory: Where checkpoints go; it may not exist yet.
-        checkpoint: Bytes of one.
 
     Raises:
         CannotSave: There is no room for two.
@@ -194,9 +180,7 @@ def explain_write_errors(path: Path, needed: int, *, kept: Callable[[], str]) ->
 
 def format_bytes(count: float) -> str:
     """A number of bytes with its unit, rounded to three digits."""
-    if count < 10_000:
-        return f"{int(count)} bytes"
-    for unit, name in ((1e3, "kB"), (1e6, "MB")):
+    for unit, name in ((1, "bytes"), (1e3, "kB"), (1e6, "MB")):
         if count < 999.5 * unit:
             return f"{count / unit:.3g} {name}"
     return f"{count / 1e9:.3g} GB"

@@ -30,12 +30,7 @@ class Locked(ValueError):
 
 @contextmanager
 def lock_run(config: Mapping[str, Any], directory: Path) -> Iterator[None]:
-    """`lock` the run directory and the directories elsewhere that can hold the files of one run only.
-
-    Args:
-        config: The run's settings.
-        directory: The run directory.
-    """
+    """`lock` the run directory and the directories elsewhere that can hold the files of one run only."""
     places = {directory.resolve(): "hydra.run.dir"}
     for key in _DIRECTORIES:
         place = value_at(config, key)
@@ -53,10 +48,6 @@ def lock(directory: Path, *, key: str = "hydra.run.dir") -> Iterator[None]:
 
     The lock is a record lock of the kernel: it ends with the process, also after ``kill -9``, is not inherited by
     processes that this one starts, and works on NFS. On a file system without locks nothing is locked.
-
-    Args:
-        directory: The run directory.
-        key: Of the setting that names the directory.
 
     Raises:
         Locked: Another process, or another run of this process, uses it; or it cannot be written to.

@@ -101,11 +101,7 @@ def _put(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def check_weights(path: Path, module: Any) -> None:
-    """Check that a checkpoint's weights have the names and shapes of a module's, before they are loaded.
-
-    Args:
-        path: The checkpoint; a sharded one is not checked here.
-        module: A ``StepModule`` with all its weights.
+    """Check that a checkpoint's weights have the names and shapes of a module's; a sharded one is not checked.
 
     Raises:
         ValueError: They differ; names the settings of the policy that do.
@@ -152,11 +148,7 @@ def trained_names(policy: nn.Module) -> set[str]:
 
 
 def base_fingerprint(policy: nn.Module) -> str | None:
-    """A hash that identifies the frozen weights, of the name, the shape and up to 64 values of each.
-
-    Returns:
-        16 hexadecimal digits; None where all weights are trained.
-    """
+    """A hash of the name, the shape and up to 64 values of every frozen weight; None where all are trained."""
     frozen = [(name, weight) for name, weight in policy.named_parameters() if not weight.requires_grad]
     digest = hashlib.blake2b(digest_size=8)
     for name, weight in frozen:

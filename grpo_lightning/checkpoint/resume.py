@@ -38,7 +38,7 @@ def find_checkpoint(
         config: The run's settings.
         directory: The run directory.
         directory_given: Whether the user has named that directory.
-        overrides: What the user changed, for the commands that are suggested.
+        overrides: What the user changed, for the commands in errors.
 
     Raises:
         ValueError: The checkpoint is missing, damaged or cannot be used so, or another run would be overwritten.
@@ -141,16 +141,13 @@ def _step(path: Path) -> int | None:
 def resume_command(
     overrides: Sequence[str], directory: Path, *, checkpoint: str = "last", steps: int | None = None
 ) -> str:
-    """The command line that continues a run.
+    """The command line that continues a run, quoted for a shell and Hydra, with secrets masked.
 
     Args:
         overrides: Those that the run was started with.
         directory: The run directory.
-        checkpoint: The checkpoint to continue from: "last", or a path.
+        checkpoint: "last", or a path.
         steps: The number of steps to make; None: as many as before.
-
-    Returns:
-        A line for a shell, quoted where the shell or Hydra need it, with secrets masked.
     """
     kept = [word for word in redact_overrides(overrides) if not _REPLACED.match(word)]
     added = [f"hydra.run.dir={quote_value(str(directory))}", f"checkpoint={quote_value(checkpoint)}"]
@@ -161,13 +158,7 @@ def resume_command(
 
 
 def describe_saved(mode: str, directory: Path, overrides: Sequence[str]) -> str:
-    """What is saved of a run that was just ended, and the command that continues it.
-
-    Args:
-        mode: fit, validate, export or preflight.
-        directory: The run directory.
-        overrides: What the run was started with.
-    """
+    """What is saved of a run that was just ended, and the command that continues it."""
     if mode != "fit":
         return "nothing is lost but the time"
     last = directory / "checkpoints" / "last.ckpt"
@@ -178,11 +169,6 @@ def describe_saved(mode: str, directory: Path, overrides: Sequence[str]) -> str:
 
 def recorded_run(checkpoint: Path, trainer: Trainer, *, is_adapter: bool) -> dict[str, Any]:
     """What a checkpoint records of its run: "config", "events", "version" and more.
-
-    Args:
-        checkpoint: The file, or the directory of a sharded checkpoint, to continue from.
-        trainer: The trainer that is to continue it.
-        is_adapter: Whether only an adapter is trained.
 
     Raises:
         ValueError: This trainer's optimizer cannot take over the state, or the checkpoint records nothing of its run.
@@ -210,11 +196,7 @@ def recorded_run(checkpoint: Path, trainer: Trainer, *, is_adapter: bool) -> dic
 
 
 def check_optimizer(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Refuse an optimizer that cannot take over the state of the checkpoint's.
-
-    Args:
-        before: The settings in the checkpoint.
-        after: The settings of the run that continues it.
+    """Refuse an optimizer that cannot take over the state of the checkpoint's, by the settings of both runs.
 
     Raises:
         ValueError: The optimizers are of different classes, paged or not.
@@ -226,12 +208,7 @@ def check_optimizer(before: Mapping[str, Any], after: Mapping[str, Any]) -> None
 
 
 def recorded_progress(checkpoint: Path | None, directory: Path) -> tuple[int, float, str | None]:
-    """The steps that a run has made when it continues, their seconds, and when the first began.
-
-    Args:
-        checkpoint: The file, or the directory of a sharded checkpoint; None for a new run.
-        directory: The run directory, whose summary may record more seconds.
-    """
+    """The steps that a run has made when it continues, their seconds, and when the first began."""
     if checkpoint is None:
         return 0, 0.0, None
     content = read(checkpoint, mmap=True)
@@ -243,12 +220,7 @@ def recorded_progress(checkpoint: Path | None, directory: Path) -> tuple[int, fl
 
 
 def finished_summary(config: Mapping[str, Any], directory: Path) -> dict[str, Any] | None:
-    """The summary of a run that ``checkpoint=last`` would continue, if it has made all its steps; else None.
-
-    Args:
-        config: The run's settings.
-        directory: The run directory.
-    """
+    """The summary of a run that ``checkpoint=last`` would continue, if it has made all its steps; else None."""
     last = directory / "checkpoints" / "last.ckpt"
     completed, summary = _step(last) if config["checkpoint"] == "last" else None, _summary(directory)
     # a run that was killed after its last step still has to export

@@ -24,7 +24,7 @@ _STAGED = re.compile(
 _SHARDED = re.compile(r"last_\d+_\d+\.ckpt")
 
 
-def remove_stale_files(directory: Path, *, keep: Path | None = None, completed: int = 0) -> list[Path]:
+def remove_stale_files(directory: Path, *, keep: Path | None = None, completed: int = 0) -> None:
     """Remove unfinished files of processes that are gone, and rollouts recorded after the checkpoint.
 
     Nobody else may be writing in the directory. Directories of sharded checkpoints are removed unless ``last.ckpt`` or
@@ -33,10 +33,7 @@ def remove_stale_files(directory: Path, *, keep: Path | None = None, completed: 
     Args:
         directory: The run directory.
         keep: A checkpoint that stays in any case.
-        completed: Steps that the run in this directory has made when it continues.
-
-    Returns:
-        What was removed.
+        completed: Steps that the run has made when it continues.
     """
     checkpoints = directory / "checkpoints"
     places = [place for place in (directory, checkpoints, directory / recording.FOLDER) if place.is_dir()]
@@ -56,19 +53,18 @@ def remove_stale_files(directory: Path, *, keep: Path | None = None, completed: 
         removed += recording.rewind(directory / recording.FOLDER, completed)
     if removed:
         log.info("removed what a killed process had left: %s", ", ".join(map(str, removed)))
-    return removed
 
 
 def rewind_logs(
     directory: Path, loggers: Iterable[Logger], events: Mapping[str, int], *, checkpoint: Path | None
 ) -> None:
-    """Remove what was logged of steps that will be made again; for a new run all of it.
+    """Remove what was logged of steps that will be made again; for a new run, or one from elsewhere, all of it.
 
     Args:
         directory: The run directory.
         loggers: The trainer's.
         events: The lengths of TensorBoard's files that the checkpoint has recorded.
-        checkpoint: From which the run continues, None for a new run. One of another run says nothing of these logs.
+        checkpoint: From which the run continues; None for a new run.
     """
     resumes = checkpoint is not None and belongs_to(checkpoint, directory)
     rewind_events(directory / "tensorboard", events if resumes else {})
@@ -87,11 +83,8 @@ def event_lengths(directory: Path) -> dict[str, int]:
 def rewind_events(directory: Path, lengths: Mapping[str, int]) -> None:
     """Cut every event file to its recorded length and remove those that have none.
 
-    Event files only grow, so what lies beyond the recorded length was written by steps that will run again.
-
-    Args:
-        directory: Where the event files are; those without this project's suffix stay as they are.
-        lengths: What `event_lengths` returned when the checkpoint was written; empty for a new run.
+    Event files only grow, so what lies beyond the recorded length was written by steps that will run again. Files
+    without this project's suffix stay.
     """
     for path in directory.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}"):
         length = lengths.get(path.name, 0)
