@@ -205,21 +205,6 @@ def test_a_recorded_step_repeated_equals_as_many_steps(policy, monkeypatch, copi
     assert int(expected[2].max()) > 5
 
 
-@pytest.mark.slow
-@STEPS
-def test_a_step_is_one_graph(policy, monkeypatch, copied, kind):
-    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (batch, _):
-        for _ in range(6):
-            batch.step()
-        expected = batch.ids.clone()
-    with in_the_middle(policy, monkeypatch, copied=copied, kind=kind) as (batch, _):
-        torch._dynamo.reset()
-        compiled = torch.compile(batch.step, fullgraph=True, backend="eager")
-        for _ in range(6):
-            compiled()
-        assert torch.equal(batch.ids, expected)
-
-
 @STEPS
 def test_nothing_moves_between_two_looks(policy, monkeypatch, copied, kind):
     with in_the_middle(policy, monkeypatch, copied=copied, kind=kind, size=4) as (batch, cache):

@@ -18,7 +18,13 @@ from grpo_lightning.memory import GiB, Shape
 
 
 class KVCache(ABC):
-    """A model in the middle of some completions. All but ``step`` may wait for results and move tensors."""
+    """A model in the middle of some completions. All but ``step`` may wait for results and move tensors.
+
+    Args:
+        prompts: [P] the token ids of each prompt.
+        group_size: Completions per prompt, G.
+        longest: Tokens that a prompt and its completion may have together.
+    """
 
     refills = False
     """Whether a completion that is over can be replaced while others go on, by ``fill``."""
@@ -30,6 +36,9 @@ class KVCache(ABC):
     """Another number whenever ``step`` would use other tensors or shapes than it did."""
     rewinds = False
     """Whether ``rewind`` will be called, as told before ``open``."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], group_size: int, longest: int) -> None:
+        self._prompts, self._group_size, self._longest = prompts, group_size, longest
 
     @abstractmethod
     def open(self, rows: Sequence[int]) -> Tensor:
@@ -64,17 +73,17 @@ class DynamicKVCache(KVCache):
 
     Args:
         model: A transformers causal language model.
-        prompts: [P] the token ids of each prompt.
-        group_size: Completions per prompt, G.
-        longest: Tokens that a prompt and its completion may have together.
+        prompts: As in `KVCache`, like the next two.
+        group_size: G
+        longest: The most tokens.
         pad_id: The token id that stands before shorter prompts.
     """
 
     def __init__(
         self, model: Any, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, pad_id: int
     ) -> None:
-        self._model, self._prompts, self._group_size = model, prompts, group_size
-        self._longest, self._pad_id = longest, pad_id
+        super().__init__(prompts, group_size, longest)
+        self._model, self._pad_id = model, pad_id
 
     def open(self, rows: Sequence[int]) -> Tensor:
         groups = [row // self._group_size for row in rows]
@@ -154,9 +163,9 @@ class NoKVCache(KVCache):
 
     Args:
         logits: Token ids [b, S + T] -> logits [b, S + T, V] of a causal model.
-        prompts: [P] the token ids of each prompt.
-        group_size: Completions per prompt, G.
-        longest: Tokens that a prompt and its completion may have together.
+        prompts: As in `KVCache`, like the next two.
+        group_size: G
+        longest: The most tokens.
         pad_id: The token id that stands behind shorter rows.
         device: The device of the model.
     """
@@ -171,8 +180,8 @@ class NoKVCache(KVCache):
         pad_id: int,
         device: torch.device,
     ) -> None:
-        self._logits, self._prompts, self._group_size, self._longest = logits, prompts, group_size, longest
-        self._pad_id, self._device = pad_id, device
+        super().__init__(prompts, group_size, longest)
+        self._logits, self._pad_id, self._device = logits, pad_id, device
 
     def open(self, rows: Sequence[int]) -> Tensor:
         texts = [self._prompts[row // self._group_size] for row in rows]

@@ -52,9 +52,9 @@ class SharedPromptCache(KVCache):
     Args:
         decoder: The model without its head.
         head: Hidden states [n, H] -> logits [n, V].
-        prompts: [P] the token ids of each prompt.
-        group_size: Completions per prompt, G.
-        longest: Tokens that a prompt and its completion may have together.
+        prompts: As in `KVCache`, like the next two.
+        group_size: G
+        longest: The most tokens.
         fused: A copy of the decoder for single tokens; None lets the decoder itself take them.
         windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
         is_static: Whether the decoder makes the same operations whatever the tokens are.
@@ -74,8 +74,8 @@ class SharedPromptCache(KVCache):
         windows: Mapping[int, int],
         is_static: bool,
     ) -> None:
-        self._decoder, self._head, self._prompts, self._group_size = decoder, head, prompts, group_size
-        self._longest, self._fused, self._windows = longest, fused, windows
+        super().__init__(prompts, group_size, longest)
+        self._decoder, self._head, self._fused, self._windows = decoder, head, fused, windows
         self._device: torch.device = decoder.device
         self._on_cpu = self._device.type == "cpu"
         self._compiles = kernels.worth_compiling(decoder.get_input_embeddings().weight)

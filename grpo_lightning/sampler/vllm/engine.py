@@ -6,7 +6,7 @@ P prompts, G completions of each, B = P * G rows with a prompt's rows adjacent, 
 import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,8 +83,16 @@ class _Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_reply: list[bool] = field(default_factory=list)
+    turn_start: int = 0
+    """The first token of its last turn."""
     num_turns: int = 0
     finished: bool = False
+
+    def request(self, seed: int, max_new_tokens: int) -> Request:
+        """Ask for its next turn, whose prompt is all of it so far."""
+        turn = (self.num_turns,) if self.num_turns else ()
+        prompt = [*self.prompt, *self.ids] if self.ids else self.prompt
+        return Request(prompt, row_seed(seed, *self.member, *turn), max_new_tokens - len(self.ids))
 
     def add(self, turn: Completion) -> None:
         """Append what the model has generated."""
@@ -99,6 +107,7 @@ class _Row:
         self.ids += reply
         self.logprobs += [0.0] * len(reply)
         self.is_reply += [True] * len(reply)
+        self.turn_start = len(self.ids)
 
 
 class EngineSampler(Sampler):
@@ -156,49 +165,39 @@ class EngineSampler(Sampler):
             )
         tokens = policy.tokenize(prompts)
         policy.check_context(max(map(len, tokens)) + sampling.max_new_tokens, "rollout.max_new_tokens")
+        conversation = None if responder is None else Conversation(responder, policy)
         options = RequestOptions(
             sampling=sampling,
             end_ids=policy.end_ids,
             stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
             poll=poll,
-            on_finished=report_texts(policy.tokenizer, on_finished),
+            on_finished=None if responder else report_texts(policy.tokenizer, on_finished),
         )
         rows = [_Row(ids, (first_prompt + p, g)) for p, ids in enumerate(tokens) for g in range(group_size)]
-        requests = [Request(row.prompt, row_seed(seed, *row.member), sampling.max_new_tokens) for row in rows]
-        for row, turn in zip(rows, self.complete(requests, options), strict=True):
-            row.add(turn)
-        conversation = None if responder is None else Conversation(responder, policy)
-        if conversation is not None:
-            self._converse(rows, conversation, replace(options, on_finished=None), seed)
+        going = list(range(len(rows)))
+        while self.any_process(bool(going)):  # one turn of all at a time
+            requests = [rows[number].request(seed, sampling.max_new_tokens) for number in going]
+            for number, turn in zip(going, self.complete(requests, options), strict=True):
+                rows[number].add(turn)
+            going = [] if conversation is None else _read_replies(rows, going, conversation, sampling.max_new_tokens)
         return as_sampled(policy, tokens, _as_tensors(rows, policy.pad_id, policy.device), conversation)
 
-    def _converse(self, rows: Sequence[_Row], conversation: Conversation, options: RequestOptions, seed: int) -> None:
-        """Generate the further turns of completions that have a reply, one turn of all at a time."""
-        limit = options.sampling.max_new_tokens
-        starts = dict.fromkeys(range(len(rows)), 0)
-        """Row -> where its last turn begins, for those that go on."""
-        while True:
-            awaiting = [number for number in starts if rows[number].finished]
-            for number in awaiting:
-                conversation.step(number, rows[number].ids[starts[number] :])
-            starts = {}
-            for number in awaiting:
-                row, reply = rows[number], conversation.reply(number)
-                if reply is None:
-                    continue
-                row.finished = len(row.ids) + len(reply) < limit  # otherwise it is cut where it is
-                if row.finished:
-                    row.read(reply)
-                    starts[number] = len(row.ids)
-            if not self.any_process(bool(starts)):
-                return
-            going = [rows[number] for number in starts]
-            requests = [
-                Request([*row.prompt, *row.ids], row_seed(seed, *row.member, row.num_turns), limit - len(row.ids))
-                for row in going
-            ]
-            for row, turn in zip(going, self.complete(requests, options), strict=True):
-                row.add(turn)
+
+def _read_replies(rows: Sequence[_Row], numbers: Sequence[int], conversation: Conversation, limit: int) -> list[int]:
+    """Report the turns that have ended, and append the replies; returns the numbers of the rows that go on."""
+    awaiting = [number for number in numbers if rows[number].finished]
+    for number in awaiting:
+        conversation.step(number, rows[number].ids[rows[number].turn_start :])
+    going = []
+    for number in awaiting:
+        row, reply = rows[number], conversation.reply(number)
+        if reply is None:
+            continue
+        row.finished = len(row.ids) + len(reply) < limit  # otherwise it is cut where it is
+        if row.finished:
+            row.read(reply)
+            going.append(number)
+    return going
 
 
 def row_seed(seed: int, *place: int) -> int:

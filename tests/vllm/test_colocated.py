@@ -114,9 +114,11 @@ def test_keys_and_values_of_older_weights_are_not_used(vllm, policy):
 
 
 def test_a_weight_that_is_not_taken_over_is_an_error(vllm, policy, monkeypatch):
-    whole = type(policy).weights
+    whole = type(policy).named_weights
     monkeypatch.setattr(
-        type(policy), "weights", lambda self: (pair for pair in whole(self) if "layers.1.mlp.down_proj" not in pair[0])
+        type(policy),
+        "named_weights",
+        lambda self: (pair for pair in whole(self) if "layers.1.mlp.down_proj" not in pair[0]),
     )
     with pytest.raises(RuntimeError, match=r"not taken over: .*down_proj"):
         sample(vllm, policy)
