@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.native import attention, fused_decode, shared_prompt_cache
-from grpo_lightning.sampler.native.attention import excluding
+from grpo_lightning.sampler.native.attention import exclusion_bias
 from grpo_lightning.sampler.native.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.sampler.native.token_sampling import sample_tokens
 from grpo_lightning.transformer import kernels, lm_head
@@ -73,7 +73,7 @@ def test_a_traced_sampler_draws_the_same(tmp_path, monkeypatch, request, name, c
         assert_close(found.logprobs, other.logprobs, rtol=0, atol=1e-5)
         assert_close(found.entropy, other.entropy, rtol=0, atol=1e-5)
     names = {function.__name__ for function in made}
-    assert names == {"_qkv", "_mlp", "_from_all", "_logsumexp", "store", "joined"}
+    assert names == {"_qkv", "_mlp", "_from_all", "_logsumexp", "store", "merge_attention"}
     # All layers have a graph in common: one for the first number of rows, one for any other, and those of the trial.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4 * len(names)
 
@@ -214,7 +214,7 @@ def test_settings_hold_while_a_function_runs_and_not_behind_it():
 
 def test_rows_of_a_mask_begin_at_multiples_of_16_bytes():
     places = torch.arange(36) > torch.tensor([[3], [35]])  # [2, 36]
-    bias = excluding(places, torch.bfloat16)
+    bias = exclusion_bias(places, torch.bfloat16)
     assert bias.shape == (2, 1, 1, 36)
     assert bias.stride(0) == 40
     assert torch.equal(bias[:, 0, 0] == -torch.inf, places)

@@ -153,7 +153,7 @@ def tensors(batch, cache) -> list[torch.Tensor]:
     """Everything that a step reads and writes, but for weights."""
     holders = (batch, batch.support, cache)
     found = [value for one in holders for value in vars(one).values() if isinstance(value, torch.Tensor)]
-    pairs = [*cache._own._layers.values(), *cache._shared.values()]
+    pairs = [*cache._buffers._layers.values(), *cache._shared.values()]
     found += [tensor for pair in pairs for tensor in pair]
     if cache._grouping is not None:
         found += [t for t in (cache._grouping._slots, cache._grouping._places) if t is not None]

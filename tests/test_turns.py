@@ -10,11 +10,11 @@ from torch.testing import assert_close
 from grpo_lightning.data.demonstrations import FileDemonstrations
 from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.policy.loading import load
 from grpo_lightning.policy.shared_prompt import SharedPath
 from grpo_lightning.transformer import logprobs
-from grpo_lightning.types import Sampled
+from grpo_lightning.types import Sampled, spans
 from tests.support.checkpoints import tokenizer, write_checkpoint
+from tests.support.sampling import opened
 
 
 def said(role, content):
@@ -33,7 +33,7 @@ PROMPTS = ["Guess a number", "12 + 34 =", "Twelve times seven"]
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> HFPolicy:
     path = write_checkpoint(tmp_path_factory.mktemp("turns") / "qwen2", "qwen2", chat=True)
-    return load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
+    return opened(path, end_ids=None)
 
 
 def test_rows_by_hand(policy):
@@ -63,7 +63,7 @@ def test_rows_by_hand(policy):
 def test_turns_end_as_the_template_ends_them(tmp_path):
     """Where the end of sequence is another token, as of Gemma and Phi-3."""
     path = write_checkpoint(tmp_path / "llama", "llama", chat=True)
-    policy = load(str(path), dtype="float32", attn_implementation="sdpa", trust_remote_code=False)
+    policy = opened(path, end_ids=None)
     policy.tokenizer.eos_token = "<|endoftext|>"
     rows = policy.tokenize_demonstrations(["a"], [turns("b", "c", "d")])
     text = policy.tokenizer.decode(rows.ids[0, -rows.mask.shape[1] :])
@@ -72,24 +72,20 @@ def test_turns_end_as_the_template_ends_them(tmp_path):
     assert policy.tokenizer.decode(single).endswith("assistant\nb<|endoftext|>")
 
 
-@pytest.mark.parametrize(
-    "talk, message",
-    [
+def test_wrong_demonstrations_are_refused(policy, tmp_path):
+    file = tmp_path / "a.jsonl"
+    for talk, message in (
         (turns("a", "b"), "it does not end with a message of the assistant"),
         (turns("a", "b", "c", role="system"), "message 2 is the system's and should be the user or tool's"),
         ([said("user", "a")], "message 1 is the user's and should be the assistant's"),
         (turns("a", "b", ""), "message 3 is empty"),
-    ],
-)
-def test_what_takes_no_turns_is_refused(policy, tmp_path, talk, message):
-    with pytest.raises(ValueError, match=f"column 'completion': {message}"):
-        policy.tokenize_demonstrations(["p"], [talk])
-    file = tmp_path / "a.jsonl"
-    file.write_text(
-        json.dumps({"prompt": "p", "completion": "c"}) + "\n" + json.dumps({"prompt": "p", "completion": talk})
-    )
-    with pytest.raises(ValueError, match=f"line 2, column 'completion'(: {message}|, message 3: )"):
-        FileDemonstrations(str(file), "prompt", "completion")
+    ):
+        with pytest.raises(ValueError, match=f"column 'completion': {message}"):
+            policy.tokenize_demonstrations(["p"], [talk])
+        rows = [{"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": talk}]
+        file.write_text("\n".join(map(json.dumps, rows)))
+        with pytest.raises(ValueError, match=f"line 2, column 'completion'(: {message}|, message 3: )"):
+            FileDemonstrations(str(file), "prompt", "completion")
 
 
 class Own(nn.Module):
@@ -105,16 +101,6 @@ class Own(nn.Module):
         return self.head(self.embedding(ids).cumsum(1) / counts)
 
 
-def paths(path) -> list:
-    settings = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
-    words = tokenizer(chat=True)
-    return [
-        load(str(path), **settings),
-        load(str(path), **settings, share_prompts=False),
-        GenericPolicy(Own(len(words)), words),
-    ]
-
-
 def gradient(policy, rows: Sampled, tokens: int, *, microbatch_tokens: int) -> torch.Tensor:
     """Of the mean negative log-likelihood, as `SFTLightningModule` has it."""
     policy.zero_grad()
@@ -123,20 +109,21 @@ def gradient(policy, rows: Sampled, tokens: int, *, microbatch_tokens: int) -> t
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
-@pytest.mark.parametrize("number", range(3), ids=["shared", "plain", "own"])
-def test_the_gradient_is_that_of_each_turn_with_all_before_it_as_its_prompt(tmp_path, number):
-    policy = paths(write_checkpoint(tmp_path / "model", "llama", chat=True))[number]
+@pytest.mark.parametrize("kind", ["shared", "plain", "own"])
+def test_the_gradient_is_that_of_each_turn_with_all_before_it_as_its_prompt(tmp_path, kind):
+    words = tokenizer(chat=True)
+    if kind == "own":
+        policy = GenericPolicy(Own(len(words)), words)
+    else:
+        policy = opened(write_checkpoint(tmp_path / "model", "llama", chat=True), share_prompts=kind == "shared")
     prompts, talks = [PROMPTS[0], *PROMPTS], [turns("7", "lower", "3"), *TALKS]  # two have the same prompt
     rows = policy.tokenize_demonstrations(prompts, talks)
     start, tokens = rows.ids.shape[1] - rows.mask.shape[1], int(rows.mask.sum())
     before, after = [], []
-    for ids, real, mask in zip(rows.ids, rows.attention_mask, rows.mask, strict=True):
-        model = torch.cat([torch.zeros(start, dtype=torch.bool), mask])
-        known = torch.cat([model[1:] & ~model[:-1], torch.tensor([False])]).nonzero().flatten() + 1  # a turn begins
-        for begin in known.tolist():
-            until = begin + int((~torch.cat([model[begin:], torch.tensor([False])])).nonzero()[0])
-            before.append(ids[:begin][real[:begin]].tolist())
-            after.append(ids[begin:until].tolist())
+    for ids, real, bounds in zip(rows.ids, rows.attention_mask, spans(rows.mask), strict=True):
+        for begin, end in bounds:
+            before.append(ids[: start + begin][real[: start + begin]].tolist())
+            after.append(ids[start + begin : start + end].tolist())
     assert len(before) == 2 + 3 + 1 + 2
     assert sum(map(len, after)) == tokens
     single = policy.tokenize_demonstrations(before, ["x"] * len(before))

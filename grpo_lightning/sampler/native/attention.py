@@ -168,14 +168,14 @@ def attend_written_out(
     return (scores - sums.unsqueeze(-1)).exp().to(value.dtype) @ value, sums
 
 
-def joined(own: Tensor, own_sums: Tensor, prompt: Tensor, prompt_sums: Tensor) -> Tensor:
+def merge_attention(own: Tensor, own_sums: Tensor, prompt: Tensor, prompt_sums: Tensor) -> Tensor:
     """The attention [b, Hkv, R, D] to two parts, from that to each and the log-sum-exps of its scores [b, Hkv, R]."""
     # e^prompt / (e^prompt + e^own), [b, Hkv, R] -> [b, Hkv, R, 1]; it never overflows.
     fraction = (prompt_sums - own_sums).sigmoid().unsqueeze(-1).to(own.dtype)
     return torch.lerp(own, prompt, fraction)
 
 
-def excluding(places: Tensor, dtype: torch.dtype) -> Tensor:
+def exclusion_bias(places: Tensor, dtype: torch.dtype) -> Tensor:
     """-inf in the places [n, C], elsewhere 0, as what is added to attention scores: [n, 1, 1, C]."""
     rows, width = places.shape
     zeros = torch.zeros(rows, -(-width // _ALIGNED) * _ALIGNED, dtype=dtype, device=places.device)[:, :width]
@@ -215,4 +215,4 @@ def visible_keys(lengths: Tensor, keys: Tensor, width: int, window: int | None, 
     hidden = places > now
     if window is not None:
         hidden = hidden | (places <= now - window)
-    return excluding(hidden, keys.dtype)
+    return exclusion_bias(hidden, keys.dtype)

@@ -23,8 +23,8 @@ from grpo_lightning.sampler.native.attention import (
     KeyCounts,
     attend,
     counts_keys,
-    excluding,
-    joined,
+    exclusion_bias,
+    merge_attention,
     visible_keys,
 )
 from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep
@@ -80,30 +80,30 @@ class SharedPromptCache(KVCache):
         self._on_cpu = self._device.type == "cpu"
         self._compiles = kernels.worth_compiling(decoder.get_input_embeddings().weight)
         self._store = kernels.compiled(store) if self._compiles else store
-        self._joined = kernels.compiled(joined) if self._compiles else joined
+        self._merge = kernels.compiled(merge_attention) if self._compiles else merge_attention
         self.version, self.is_static, self.extends = 0, is_static, not windows
-        self._to_come = len(prompts) * group_size
+        self._num_waiting = len(prompts) * group_size
         """Completions that have not been held yet."""
         self._prefilled: Prefilled | None = None
         self._shared: dict[int, Pair] = {}
         """Layer -> keys and values [p, Hkv, S, D] that the completions attend to; empty where each has a copy."""
-        self._own = Buffers({}, 0)
+        self._buffers = Buffers({}, 0)
         """Keys and values of every completion, behind its prompt where that is copied."""
         self._group_of: list[int] = []
         """[b] the number of each completion's prompt."""
         self._held: list[int] = []
-        """[b] how many tokens each slot of ``_own`` holds: `_lengths`, as this side of the device knows them."""
-        self._firsts: list[int] = []
-        """[b] where in its slot of ``_own`` a completion's own tokens begin."""
+        """[b] how many tokens each slot of ``_buffers`` holds: `_lengths`, as this side of the device knows them."""
+        self._starts: list[int] = []
+        """[b] where in its slot of ``_buffers`` a completion's own tokens begin."""
         self._lengths = torch.empty(0)
         self._before = torch.empty(0)
-        """[b] tokens of a completion that are not in its ``_own``."""
+        """[b] tokens of a completion that are not in its ``_buffers``."""
         self._refilled = False
         """Whether completions take the places of others."""
         self._grouping: Grouping | None = None
         self._span = slice(0, 0)
         """The prompts among which those of the completions lie."""
-        self._beyond: Tensor | None = None
+        self._padding: Tensor | None = None
         """[P, S] where a prompt is padded; None where none is."""
         self._bias: Tensor | None = None
         """[p, 1, 1, S] what is added to the attention scores of the prompts in `_span`, if anything."""
@@ -118,32 +118,32 @@ class SharedPromptCache(KVCache):
         if self._prefilled is None:
             self._prefilled = prefill(self._decoder, self._prompts, tokens=PREFILL_TOKENS)
         read, size = self._prefilled, len(rows)
-        self._refilled = self._to_come > size
-        self._group_of, self._held, self._firsts = ([0] * size for _ in range(3))
+        self._refilled = self._num_waiting > size
+        self._group_of, self._held, self._starts = ([0] * size for _ in range(3))
         self._lengths, self._before = torch.zeros(2, size, dtype=torch.long, device=self._device)
         self._shared = {} if self._windows or self._copies(read.keys, size) else dict(read.keys)
-        self._own = Buffers(read.keys, size)
+        self._buffers = Buffers(read.keys, size)
         lengths = torch.tensor(read.lengths, device=self._device).unsqueeze(-1)
-        beyond = torch.arange(max(read.lengths), device=self._device) >= lengths  # [P, S]
-        self._beyond = beyond if len(set(read.lengths)) > 1 else None
+        padding = torch.arange(max(read.lengths), device=self._device) >= lengths  # [P, S]
+        self._padding = padding if len(set(read.lengths)) > 1 else None
         return self.fill(range(size), rows)
 
     def fill(self, slots: Sequence[int], rows: Sequence[int]) -> Tensor:
         if self._prefilled is None:
             raise RuntimeError("nothing is held yet")
         read = self._prefilled
-        self._to_come -= len(rows)
+        self._num_waiting -= len(rows)
         groups = [row // self._group_size for row in rows]
         # Where a completion's own tokens begin.
-        firsts = [0 if self._shared else read.lengths[group] for group in groups]
-        for slot, group, first in zip(slots, groups, firsts, strict=True):
+        starts = [0 if self._shared else read.lengths[group] for group in groups]
+        for slot, group, first in zip(slots, groups, starts, strict=True):
             self._group_of[slot] = group
-            self._firsts[slot] = self._held[slot] = first
+            self._starts[slot] = self._held[slot] = first
         self._grow(max(*self._held, 0 if self._shared else max(read.lengths)))
         places, prompts = (torch.tensor(numbers, device=self._device) for numbers in (list(slots), groups))
         if not self._shared:
             for layer, pair in read.keys.items():
-                for buffer, prompt in zip(self._own[layer], pair, strict=True):
+                for buffer, prompt in zip(self._buffers[layer], pair, strict=True):
                     buffer[places, :, : prompt.shape[2]] = prompt[prompts]  # [P, Hkv, S, D] -> [n, Hkv, S, D]
         self._copy_lengths(slots)
         lengths = torch.tensor(read.lengths, device=self._device)
@@ -153,7 +153,7 @@ class SharedPromptCache(KVCache):
         hidden = torch.stack([read.hidden[group] for group in number])
         chosen = torch.tensor([number[group] for group in groups], device=self._device)
         logits: Tensor = self._head(hidden)[chosen]
-        if not self._to_come:
+        if not self._num_waiting:
             read.keys = {}
         if self._shared:
             self._regroup()
@@ -165,10 +165,10 @@ class SharedPromptCache(KVCache):
         self._grow(wanted)
         is_even = self._on_cpu and tokens == 1 and not self._windows and len(set(self._held)) == 1
         self._even = self._held[0] if is_even else None
-        room = self._own.room
+        room = self._buffers.room
         # A GPU repeats what was recorded for one width, so it gets fewer of them; one that counts keys needs none.
         unit = _WIDTH if self._on_cpu else max(_WIDTH_GPU, room // 4)
-        unit = room if self._own.counts_keys() and not self._windows else unit
+        unit = room if self._buffers.counts_keys() and not self._windows else unit
         width = wanted if is_even else min(-(-wanted // unit) * unit, room)
         if width != self._width:
             self._width = width
@@ -179,35 +179,35 @@ class SharedPromptCache(KVCache):
         prompts = [self._prompts[row // self._group_size] for row in rows]
         read = prefill(self._decoder, prompts, completions=tokens, tokens=PREFILL_TOKENS)
         for slot, own in zip(slots, tokens, strict=True):
-            self._held[slot] = self._firsts[slot] + len(own)
+            self._held[slot] = self._starts[slot] + len(own)
         self._grow(max(self._held))
         for slot, (_, pairs) in zip(slots, read.completions, strict=True):
             for layer, pair in pairs.items():
-                for buffer, values in zip(self._own[layer], pair, strict=True):
-                    buffer[slot, :, self._firsts[slot] : self._held[slot]] = values
+                for buffer, values in zip(self._buffers[layer], pair, strict=True):
+                    buffer[slot, :, self._starts[slot] : self._held[slot]] = values
         self._copy_lengths(slots)
         logits: Tensor = self._head(torch.stack([hidden for hidden, _ in read.completions]))
         return logits
 
     def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         for slot, count in zip(slots, tokens, strict=True):
-            self._held[slot] = self._firsts[slot] + count
+            self._held[slot] = self._starts[slot] + count
         self._copy_lengths(slots)
 
     def keep(self, slots: Sequence[int]) -> None:
         chosen = torch.tensor(slots, device=self._device)
-        self._held, self._group_of, self._firsts = (
-            [values[slot] for slot in slots] for values in (self._held, self._group_of, self._firsts)
+        self._held, self._group_of, self._starts = (
+            [values[slot] for slot in slots] for values in (self._held, self._group_of, self._starts)
         )
         self._lengths, self._before = self._lengths[chosen], self._before[chosen]
-        self._own.keep(chosen, max(self._held))
+        self._buffers.keep(chosen, max(self._held))
         if self._shared:
             active = sorted(set(self._group_of))
             # Selecting copies all keys and values, so it waits until a prompt has lost its last completion.
             if len(active) < len(next(iter(self._shared.values()))[0]):
                 rest = torch.tensor(active, device=self._device)
                 self._shared = {layer: (key[rest], value[rest]) for layer, (key, value) in self._shared.items()}
-                self._beyond = None if self._beyond is None else self._beyond[rest]
+                self._padding = None if self._padding is None else self._padding[rest]
                 self._group_of = [active.index(group) for group in self._group_of]
             self._refilled = False
             if self._copies(self._shared, len(slots)):
@@ -231,10 +231,10 @@ class SharedPromptCache(KVCache):
     def _copy_prompts(self) -> None:
         """Put the prompts before every completion's own keys and values."""
         groups = torch.tensor(self._group_of, device=self._device)
-        self._own.prepend(self._shared, groups, self._before, max(self._held), self._longest)
+        self._buffers.prepend(self._shared, groups, self._before, max(self._held), self._longest)
         self._shared, self._grouping = {}, None
-        self._firsts = self._before.tolist()
-        self._held = [held + first for held, first in zip(self._held, self._firsts, strict=True)]
+        self._starts = self._before.tolist()
+        self._held = [held + first for held, first in zip(self._held, self._starts, strict=True)]
         self._lengths, self._before = self._lengths + self._before, torch.zeros_like(self._before)
 
     def _regroup(self) -> None:
@@ -252,7 +252,9 @@ class SharedPromptCache(KVCache):
         self._span, self._grouping = slice(first, end), grouping
         self.version += 1
         # Only prompts of different lengths need a mask.
-        self._bias = None if self._beyond is None else excluding(self._beyond[self._span], self._own.keys.dtype)
+        self._bias = (
+            None if self._padding is None else exclusion_bias(self._padding[self._span], self._buffers.keys.dtype)
+        )
 
     def _capacity(self) -> int:
         """The most tokens that a slot ever has to hold."""
@@ -260,14 +262,16 @@ class SharedPromptCache(KVCache):
 
     def _grow(self, tokens: int) -> None:
         """Make room for so many tokens in every slot."""
-        self.version += self._own.grow(tokens, self._capacity())
+        self.version += self._buffers.grow(tokens, self._capacity())
 
     # A step: nothing below looks at a value or takes memory that a later step would not find again.
 
     def step(self, tokens: Tensor) -> Tensor:
         if self._even is None:
             self._masks = {
-                window: visible_keys(self._lengths, self._own.keys, self._width, window, self._own.counts_keys())
+                window: visible_keys(
+                    self._lengths, self._buffers.keys, self._width, window, self._buffers.counts_keys()
+                )
                 for window in {None, *self._windows.values()}
             }
         positions = self._before + self._lengths
@@ -287,7 +291,7 @@ class SharedPromptCache(KVCache):
         rows, heads, _, width = key.shape
         # Under autocast the rotation leaves queries and keys in float32.
         query, key = query.to(value.dtype), key.to(value.dtype)
-        keys, values = self._own[layer]
+        keys, values = self._buffers[layer]
         if self._even is not None:
             keys[:, :, self._even], values[:, :, self._even] = key[:, :, 0], value[:, :, 0]
             mask = None
@@ -300,7 +304,7 @@ class SharedPromptCache(KVCache):
         if self._shared and self._grouping is not None:
             prompt_keys, prompt_values = (t[self._span] for t in self._shared[layer])
             from_prompt, prompt_sums = self._grouping.attend(by_key_head, prompt_keys, prompt_values, self._bias, scale)
-            output = self._joined(output, sums, from_prompt, prompt_sums)
+            output = self._merge(output, sums, from_prompt, prompt_sums)
         return output.reshape(rows, 1, -1, width)  # [b, Hkv, R, D] -> [b, 1, Hq, D]
 
 
