@@ -163,13 +163,12 @@ def test_completions_are_told_as_they_end_and_a_rollout_can_be_left(vllm, policy
     assert sample(vllm, policy).texts == found.texts  # nothing of it is left in the engine
 
 
-def test_an_adapter_is_merged():
+def test_an_adapter_is_merged(vllm):
     policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
-    sampler = engine()
-    assert gap(policy, sample(sampler, policy)) < 1e-3
-    before = sample(sampler, policy).texts
+    assert gap(policy, sample(vllm, policy)) < 1e-3
+    before = sample(vllm, policy).texts
     disturb(policy, scale=0.2)
-    after = sample(sampler, policy)
+    after = sample(vllm, policy)
     assert gap(policy, after) < 1e-3
     assert after.texts != before
     with policy.model.disable_adapter():
