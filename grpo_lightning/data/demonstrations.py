@@ -157,16 +157,13 @@ _REASONING: Mapping[str, Reasoning] = {
 
 
 def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, slip_rate: float) -> str:
-    """A completion that reasons and answers, without an end of sequence.
+    """A completion ``<think>reasoning</think><answer>answer</answer>`` for an entry of a reasoning_gym task.
 
     Args:
         task: Name of a reasoning_gym data set.
         entry: One of its entries.
         rng: Decides where the demonstration slips, and to what.
         slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
-
-    Returns:
-        ``<think>reasoning</think><answer>answer</answer>``.
 
     Raises:
         ValueError: The entry is of a kind that the demonstrations of its task do not show.
@@ -187,8 +184,6 @@ class ReasoningDemonstrations(GeneratedRows):
         seed: First of the entries' seeds.
         slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
 
-    Raises:
-        ValueError: There is no task, or none of its demonstrations, or a size or a rate is not allowed.
     """
 
     def __init__(self, tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int, slip_rate: float) -> None:
@@ -253,9 +248,6 @@ class Numbers(GeneratedRows):
 
     def __init__(self, size: int, seed: int, highest: int, guesses: int, careful_rate: float) -> None:
         super().__init__(size, seed)
-        for name, count in (("highest", highest), ("guesses", guesses)):
-            if count < 1:
-                raise ValueError(f"{name}={count}: expected 1 or more")
         self._highest, self._guesses = highest, guesses
         self._careful_rate = _probability("careful_rate", careful_rate)
 
@@ -267,7 +259,7 @@ class Numbers(GeneratedRows):
         return prompt, {"number": number, "answer": str(number), "completion": completion}
 
     def _game(self, number: int, rng: random.Random) -> list[str]:
-        """Guesses in turn with the replies to them, up to the right guess or the last one that is allowed."""
+        """Guesses in turn with the replies to them."""
         turns: list[str] = []
         low, high = 1, self._highest
         is_careful = rng.random() < self._careful_rate

@@ -16,14 +16,11 @@ _MIN_HOLD_OUT = 5  # rows; of fewer in memory all serve for training and validat
 
 
 def check_prompt(value: Any, where: str) -> Prompt:
-    """Check the prompt of one row.
+    """Check the prompt of one row: text, chat messages with the keys "role" and "content" only, or token ids.
 
     Args:
         value: What the row has in the column of the prompt.
         where: Which file, line and column that is, for messages.
-
-    Returns:
-        Text, chat messages with the keys "role" and "content" only, or token ids.
 
     Raises:
         ValueError: It is none of these, or empty.
@@ -71,23 +68,18 @@ class Rows:
     def __init__(self, rows: Sequence[Mapping[str, Any]], prompt_column: str, place: Callable[[int], str]) -> None:
         if not rows:
             raise ValueError(f"{place(0)}: there is no row")
-        first_with = {name: i for i, row in reversed(list(enumerate(rows))) for name in row}
-        names = [*rows[0], *(name for name in first_with if name not in rows[0])]
-        if reserved := [name for name in names if name in _RESERVED and name != prompt_column]:
-            raise ValueError(
-                f"{place(first_with[reserved[0]])}, column {reserved[0]!r}: {', '.join(_RESERVED)} are arguments of "
-                "reward functions; rename the column"
-            )
-        if prompt_column not in names:
+        names = [name for name in rows[0] if name != prompt_column]
+        if prompt_column not in rows[0]:
             raise ValueError(f"{place(0)}, column {prompt_column!r}: missing; the columns are {sorted(names)}")
+        if reserved := [name for name in names if name in _RESERVED]:
+            raise ValueError(f"{place(0)}, column {reserved[0]!r}: an argument of reward functions; rename the column")
         self.place = place
         self._rows: list[Row] = []
         for i, row in enumerate(rows):
-            if absent := [name for name in names if name not in row]:
-                other = place(first_with[absent[0]])
-                raise ValueError(f"{place(i)}, column {absent[0]!r}: missing, while {other} has it")
+            if different := row.keys() ^ rows[0].keys():
+                raise ValueError(f"{place(i)}, column {min(different)!r}: only one of this row and {place(0)} has it")
             prompt = check_prompt(row[prompt_column], f"{place(i)}, column {prompt_column!r}")
-            self._rows.append((prompt, {name: row[name] for name in names if name != prompt_column}))
+            self._rows.append((prompt, {name: row[name] for name in names}))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -152,17 +144,15 @@ class Inline(Rows):
         name: What messages call them.
 
     Raises:
-        ValueError: There is none, or one is malformed; names its number and column.
+        ValueError: There is none, or one is malformed.
     """
 
     def __init__(self, prompts: Iterable[Any], name: str = "data.train.prompts") -> None:
         rows = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
         for row in rows:
             prompt: Any = row.get("prompt")
-            if hasattr(prompt, "tolist"):
-                row["prompt"] = prompt.tolist()
-            elif isinstance(prompt, tuple):
-                row["prompt"] = list(prompt)
+            if isinstance(prompt, tuple) or hasattr(prompt, "tolist"):
+                row["prompt"] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
         super().__init__(rows, "prompt", lambda i: f"{name}, item {i + 1}")
 
 
