@@ -158,8 +158,8 @@ def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path):
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     for name, content, message in [
-        ("a.jsonl", b'{"prompt": "p", "self": 1}', r"a\.jsonl, line 1, column 'self': an argument of reward functions"),
         ("a.jsonl", b"\n", r"a\.jsonl: there is no row"),
+        ("a.jsonl", b'{"prompt": "p", "self": 1}', r"a\.jsonl, line 1, column 'self': an argument of reward functions"),
         ("a.jsonl", b'{"q": "x"}\n', r"a\.jsonl, line 1, column 'prompt': missing; the columns are \['q'\]"),
         ("a.jsonl", b'{"prompt": "p"}\n{"prompt": "\xff"}\n', r"a\.jsonl, line 2: no JSON: 'utf-8' codec"),
         ("a.csv", b"", r"data.path=.*a\.csv: expected a file ending in \.jsonl, .*\.parquet"),
@@ -170,12 +170,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
             JsonLines(str(tmp_path / name))
     with pytest.raises(ValueError, match=r"none\.jsonl: there is no such file"):
         JsonLines(str(tmp_path / "none.jsonl"))
-
-
-def test_prompts_in_the_config():
     assert rows_of(Inline(["a", CHAT, {"prompt": "c"}])) == [("a", {}), (CHAT, {}), ("c", {})]
-    with pytest.raises(ValueError, match=r"data.train.prompts, item 2, column 'prompt': expected .* got an empty text"):
-        Inline(["a", ""])
 
 
 def test_held_out_rows_of_a_file_are_never_trained_on(tmp_path, caplog):
@@ -261,9 +256,6 @@ def test_what_is_wrong_with_a_hub_data_set_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.txt").touch()
     write(tmp_path / "b.jsonl", "{")
 
-    def shorter(row):  # empty in row 3
-        return {**row, "question": "x" * (3 - row["level"])}
-
     hub = functools.partial(Hub, str(tmp_path / "d"), "train")
     for given, message in [
         ({"columns": {"prompt": "nope"}}, r"data.columns: nope not in .* \(train\), which has \['quest"),
@@ -271,7 +263,6 @@ def test_what_is_wrong_with_a_hub_data_set_is_named(tmp_path, monkeypatch):
         ({"columns": None}, r"\(train\), row 1, column 'prompt': missing; the columns are \['answer'"),
         ({"filter": lambda row: 1 / (row["level"] - 3)}, r"row 3: data.filter or data.map_row: ZeroDivisionError"),
         ({"map_row": lambda _: 1.0}, r"row 1: data.filter or data.map_row: TypeError"),
-        ({"filter": lambda row: row["level"] > 1, "map_row": shorter}, r"row 3, column 'prompt': .* got an empty text"),
         ({"filter": lambda row: row["level"] > 3}, r"\(train\): there is no row"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -500,16 +491,6 @@ def test_a_prompt_beyond_the_context_is_named_by_its_line(tmp_path, monkeypatch)
         small_run(tmp_path, ["a", "b", "c"], held_out, "validation.max_new_tokens=100")
     with pytest.raises(ValueError, match=r"; set rollout.max_new_tokens below 512$"):
         small_run(tmp_path, ["a", "b", "c"], ["a"], "rollout.max_new_tokens=512")
-
-
-@pytest.mark.slow
-def test_prompts_that_just_fit_and_those_left_out_are_fine(tmp_path, caplog):
-    prompts = [*(f"number {i}" for i in range(40)), "x" * 501, "y" * 505]  # and the template's newline
-    small_run(tmp_path, prompts, ["a", "b"], "data.max_prompt_length=502")
-    assert "dropped 1 training and 0 held-out prompts" in caplog.text
-    small_run(tmp_path, prompts[:-1], ["a", "b"])
-    with pytest.raises(ValueError, match=r"my.jsonl, line 42: the prompt has 506 tokens"):
-        small_run(tmp_path, prompts, ["a", "b"], "data.max_prompt_length=510")
 
 
 @pytest.mark.slow

@@ -115,22 +115,6 @@ def test_the_same_item_whatever_was_read_before_and_another_with_another_seed():
             one[index]
 
 
-def test_mistakes_are_named():
-    for task, metadata, message in [
-        ("simple_equations", {"equation": "0 = 0", "variable": "x"}, "equation: expected one variable 'x' and numbers"),
-        ("basic_arithmetic", {"expression": "( 3 + 4 )"}, r"expression: .* joined by .*, got '\( 3 \+ 4 \)'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            demonstrate(task, {"metadata": metadata, "answer": "3"}, random.Random(0), slip_rate=0.0)
-    for tasks, size, rate, message in [
-        ({"sudoku": {}}, 1, 0.0, r"tasks: expected one or more of .*got \['sudoku'\]"),
-        (TASKS, 0, 0.0, "size=0: expected 1 or more"),
-        (TASKS, 1, float("nan"), "slip_rate=nan: expected a probability"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            ReasoningDemonstrations(tasks, size=size, seed=0, slip_rate=rate)
-
-
 @pytest.mark.parametrize(
     "careful_rate, won",
     [
