@@ -60,8 +60,8 @@ def export(
     Args:
         policy: The policy to write.
         directory: Where to write it; replaced if it exists.
-        metrics: The final metrics, for the model card.
-        settings: The run's settings, for the model card.
+        metrics: For the model card.
+        settings: For the model card.
         weights: The policy's weights, where the policy itself holds a shard of them.
 
     Raises:

@@ -30,7 +30,7 @@ _RULES = {
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RewardModelTraining(Callback):
-    """Trains the reward model every so many rollouts, on what the outcome reward said of them and of older ones.
+    """Trains the reward model every so many rollouts, on the outcome reward of their completions and of older ones.
 
     The step "update r_phi through continuous training using a replay mechanism" of iterative GRPO (arXiv:2402.03300,
     Algorithm 1 and section 4.1.4: 10 % of the data are historical). The paper leaves the rest open; here the loss is
@@ -72,8 +72,8 @@ class RewardModelTraining(Callback):
     """The examples of the rollouts before, oldest first."""
 
     def __post_init__(self) -> None:
-        if found := problems(_RULES, vars(self), prefix="callbacks.reward_model."):
-            raise ValueError("; ".join(found))
+        if wrong_numbers := problems(_RULES, vars(self), prefix="callbacks.reward_model."):
+            raise ValueError("; ".join(wrong_numbers))
         self._model: RewardModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._restored: dict[str, Any] | None = None
@@ -111,10 +111,6 @@ class RewardModelTraining(Callback):
 
     def update(self, model: RewardModel, step: int) -> dict[str, float]:
         """Train on the pending examples and replayed ones, then move the former to the buffer.
-
-        Args:
-            model: The reward model.
-            step: The number of completed steps, which with the seed decides the draw.
 
         Returns:
             "reward_model/accuracy" on the pending examples before the update, by the sign of the logit, and
@@ -205,7 +201,7 @@ class RewardModelTraining(Callback):
 
 
 def examples(scored: Scored, outcome: str) -> list[Example]:
-    """The example that every row makes to which the reward called ``outcome`` applies."""
+    """The rows to which the reward called ``outcome`` applies."""
     applies = scored.rewards[outcome].isfinite().tolist()
     return [
         (scored.prompts.texts[row // scored.group_size], text, label)

@@ -50,17 +50,17 @@ def policy_settings(
     if not path.exists():
         return {}
     recorded = read(path, map_location="meta").get("run", {}).get("config", {})
-    given = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides]
+    given_keys = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides]
     updates: dict[str, Any] = {}
     for part, numbers in _NUMBERS.items():
         node = recorded.get(part)
-        if part in given or not isinstance(node, Mapping):
+        if part in given_keys or not isinstance(node, Mapping):
             continue
         settings = copy.deepcopy(dict(node))
-        for key in (key for key in given if key.startswith(f"{part}.")):
+        for key in (key for key in given_keys if key.startswith(f"{part}.")):
             _put(settings, key.split(".")[1:], current(key))
         try:
-            _check_transferable(part, settings, given)
+            _check_transferable(part, settings, given_keys)
         except ValueError as error:
             raise ValueError(f"checkpoint={name}: {error}") from error
         updates[part] = settings
@@ -71,14 +71,14 @@ def policy_settings(
             is_number = value is None or isinstance(value, int | float)
             # Sampling lengths of validation follow those of training unless they were given separately.
             follows = key == "validation.max_new_tokens" and value == value_at(recorded, "rollout.max_new_tokens")
-            if is_number and key not in given and not follows and current(key) != value:
+            if is_number and key not in given_keys and not follows and current(key) != value:
                 updates[key] = value
     return updates
 
 
-def _check_transferable(part: str, settings: Mapping[str, Any], given: Sequence[str]) -> None:
+def _check_transferable(part: str, settings: Mapping[str, Any], given_keys: Sequence[str]) -> None:
     """Refuse settings that were objects or secrets, and those that run code, since a checkpoint may be downloaded."""
-    values = [(key, value) for key, value in leaves(settings, part) if key not in given]
+    values = [(key, value) for key, value in leaves(settings, part) if key not in given_keys]
     if any(value == LIVE for _, value in values):
         raise ValueError(
             f"its {part} was an object of a Python program: name {part}=NAME with its settings, or give "
@@ -112,12 +112,12 @@ def check_weights(path: Path, module: Any) -> None:
         for state in (content.get("state_dict") or {}, module.state_dict())
     )
     names = {*stored, *expected} if module.strict_loading else {*stored} & {*expected}
-    wrong = [
+    differences = [
         f"{name} {stored.get(name, 'absent')} instead of {expected.get(name, 'absent')}"
         for name in sorted(names)
         if stored.get(name) != expected.get(name)
     ]
-    if not stored or not wrong:
+    if not stored or not differences:
         return
     before: Mapping[str, Any] = content.get("run", {}).get("config", {}).get("policy", {})
     after: Mapping[str, Any] = module.settings.get("policy", {})
@@ -129,8 +129,8 @@ def check_weights(path: Path, module: Any) -> None:
     ]
     reason = f"its policy has other settings: {', '.join(changed)}" if before and changed else "it is of another model"
     raise ValueError(
-        f"checkpoint={path}: {reason} ({len(wrong)} weights differ, such as {wrong[0]}); give the settings with which "
-        "it was trained"
+        f"checkpoint={path}: {reason} ({len(differences)} weights differ, such as {differences[0]}); give the settings "
+        "with which it was trained"
     )
 
 

@@ -258,12 +258,12 @@ def warn_of_changes(
         log.warning(
             "settings that have changed since the checkpoint was written:\n%s", "\n".join(sorted(lines.values()))
         )
-    then = recorded.get("data")
-    if data and then and dict(then) != dict(data) and not any(key.startswith("data.") for key, *_ in changes):
+    recorded_data, has_other_settings = recorded.get("data"), any(key.startswith("data.") for key, *_ in changes)
+    if data and recorded_data and dict(recorded_data) != dict(data) and not has_other_settings:
         log.warning(
             "the data are not those of the checkpoint: %s training and %s held-out prompts then, %s and %s now, or "
             "other rows; from here on steps have other prompts than an unbroken run",
-            *(counts[part] for counts in (then, data) for part in ("training", "held_out")),
+            *(counts[part] for counts in (recorded_data, data) for part in ("training", "held_out")),
         )
 
 

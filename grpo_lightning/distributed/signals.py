@@ -23,9 +23,7 @@ _on_exit: list[Callable[[], object]] = []
 
 
 class Preempted(BaseException):
-    """The process was asked to end by a signal.
-
-    Like KeyboardInterrupt no ``Exception``, so that no code that handles errors catches it.
+    """The process was asked to end by a signal; like KeyboardInterrupt no ``Exception``.
 
     Args:
         number: The signal.
@@ -51,13 +49,12 @@ class Preempted(BaseException):
 
 
 class Signals:
-    """Knows whether the process was asked to end: by SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1.
+    """Whether the process was asked to end: by SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1, unless these are ignored.
 
-    As a context it handles these signals, but those that are ignored, as under nohup. Before the steps and after them
-    a signal raises `Preempted` at once. During the steps `check` raises it, which is called between generated tokens.
-    A second Ctrl-C ends the process and those that Lightning has launched.
+    Before the steps and after them a signal raises `Preempted` at once. During the steps `check` raises it, which is
+    called between generated tokens. A second Ctrl-C ends the process and those that Lightning has launched.
 
-    Outside of such a context, under a Trainer of a program's own, `begin_steps` makes SIGTERM known to `check`.
+    Outside of the context, under a Trainer of a program's own, `begin_steps` makes SIGTERM known to `check`.
     """
 
     def __init__(self) -> None:
