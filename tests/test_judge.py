@@ -11,7 +11,7 @@ from grpo_lightning.config import ConfigError, check_config, check_runtime
 from grpo_lightning.reward import RewardError, RewardSpec, coroutines
 from grpo_lightning.reward import score as scores_of
 from grpo_lightning.reward.judge import AnswerCache, ChatJudge, message
-from tests.support.composed import build, composed
+from tests.support.composed import composed
 from tests.support.judges import Reply, serving
 from tests.support.running import small_run
 
@@ -144,12 +144,6 @@ def test_an_address_that_will_never_do_ends_the_run(monkeypatch):
         assert elsewhere.asked == []
 
 
-def test_no_more_requests_at_a_time_than_allowed():
-    with serving(Reply(seconds=0.05)) as server:
-        assert asked(server, [f"answer {row}" for row in range(12)], concurrency=3) == [0.5] * 12
-    assert server.most_at_once == 3
-
-
 # --- completions that address the judge
 
 EVIL = {
@@ -267,13 +261,6 @@ def test_settings_that_cannot_work_are_named():
         assert "secret1" not in str(error.value)
     with pytest.raises(ConfigError, match=r"reward.judge.function.scale: expected .*two numbers"):
         check_config(composed(*OVERRIDES, "reward.judge.function.scale=7"))
-
-
-def test_the_settings_build_a_judge():
-    found = build(*OVERRIDES, "run_dir=/some/run", "reward.judge.function.api_key_env=null")("reward")["judge"]
-    assert (found.timeout, found.retries, found.concurrency, found.failed_score) == (60, 4, 16, None)
-    assert isinstance(found.function, ChatJudge)
-    assert found.function._cache._path.as_posix() == "/some/run/judge.jsonl"
 
 
 # --- answers that are kept

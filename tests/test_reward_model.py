@@ -9,16 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import grpo_lightning as grpo
 from grpo_lightning.callbacks.reward_model import RewardModelTraining, replayed
 from grpo_lightning.reward import RewardError, RewardSpec, score
 from grpo_lightning.reward.model import RewardModel
-from tests.support.board import scalars
-from tests.support.checkpoints import QUANTIZABLE, tokenizer, write_checkpoint, write_reward_model
+from tests.support.checkpoints import QUANTIZABLE, write_checkpoint, write_reward_model
 from tests.support.composed import ROOT
 from tests.support.running import small_module, small_run
 
@@ -69,25 +67,20 @@ def plain(tmp_path_factory):
     return write_reward_model(tmp_path_factory.mktemp("plain"), "gpt2", chat=False, pad=False)
 
 
-@pytest.mark.parametrize("label", [0, 2])
-def test_a_score_is_the_logit_of_the_chat(chat, label):
-    found = reward_model(chat, label=label)(PROMPTS[:2], COMPLETIONS[:2], answer=["46", "46"])
-    assert found == pytest.approx([alone(chat, text, label) for text in CHAT_TEXTS], abs=1e-5)
-    assert abs(found[0] - found[1]) > 0.1
+def test_a_score_is_the_logit_of_the_chat_or_without_a_template_of_prompt_and_completion(chat, plain):
+    for path, texts, label in ((chat, CHAT_TEXTS, 0), (chat, CHAT_TEXTS, 2), (plain, PLAIN_TEXTS, 0)):
+        found = reward_model(path, label=label)(PROMPTS[:2], COMPLETIONS[:2], answer=["46", "46"])
+        assert found == pytest.approx([alone(path, text, label) for text in texts], abs=1e-5)
+        assert abs(found[0] - found[1]) > 0.01
 
 
-def test_without_a_template_a_text_is_prompt_and_completion_also_if_nothing_names_a_padding_token(plain):
-    found = reward_model(plain)(PROMPTS[:2], COMPLETIONS[:2])
-    assert found == pytest.approx([alone(plain, text) for text in PLAIN_TEXTS], abs=1e-5)
-
-
-@pytest.mark.parametrize("architecture", ["chat", "plain"])
-def test_scores_keep_their_order_and_do_not_depend_on_the_batch(architecture, request):
-    path = request.getfixturevalue(architecture)
-    single = [reward_model(path)([prompt], [text])[0] for prompt, text in zip(PROMPTS, COMPLETIONS)]
-    assert len({round(value, 3) for value in single}) == 4
-    for tokens in (1, 70, 10_000):
-        assert reward_model(path, batch_tokens=tokens)(PROMPTS, COMPLETIONS) == pytest.approx(single, abs=1e-5), tokens
+def test_scores_keep_their_order_and_do_not_depend_on_the_batch(chat, plain):
+    for path in (chat, plain):
+        single = [reward_model(path)([prompt], [text])[0] for prompt, text in zip(PROMPTS, COMPLETIONS)]
+        assert len({round(value, 3) for value in single}) == 4
+        for tokens in (1, 70, 10_000):
+            found = reward_model(path, batch_tokens=tokens)(PROMPTS, COMPLETIONS)
+            assert found == pytest.approx(single, abs=1e-5), tokens
 
 
 def test_the_end_of_a_longer_text_is_read_and_said_once(chat, caplog):
@@ -101,32 +94,6 @@ def test_the_end_of_a_longer_text_is_read_and_said_once(chat, caplog):
     warnings = [record.message for record in caplog.records if "max_length" in record.message]
     assert len(warnings) == 1
     assert "2 of 2 texts" in warnings[0]
-
-
-def bert(directory, *, template=None, **settings):
-    """A model that judges by its first token, and a tokenizer that puts one before and one after a text."""
-    words = tokenizer(chat=False)
-    words.add_special_tokens({"cls_token": "<|im_start|>", "sep_token": "<|im_end|>"})
-    ends = [(name, words.convert_tokens_to_ids(name)) for name in ("<|im_start|>", "<|im_end|>")]
-    words.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|im_start|> $A <|im_end|>", pair=None, special_tokens=ends
-    )
-    words.chat_template = template
-    words.save_pretrained(directory)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=len(words), max_position_embeddings=12, num_labels=1, pad_token_id=0, **sizes)
-    BertForSequenceClassification(config).save_pretrained(directory)
-    return reward_model(directory, max_length=12, **settings), words, [number for _, number in ends]
-
-
-def test_what_is_cut_keeps_the_tokenizers_own_first_and_last_token(tmp_path):
-    model, words, ends = bert(tmp_path)
-    (row,) = model.encode(["What is 12 + 34? Corgis are"], [" small dogs, and 46."])
-    assert (len(row), row[0], row[-1]) == (12, *ends)
-    assert words.decode(row[1:-1]).endswith(" 46.")
-    single = [model([prompt], [text])[0] for prompt, text in zip(["a", PROMPTS[0]], ["b", "c"])]
-    assert model(["a", PROMPTS[0]], ["b", "c"]) == pytest.approx(single, abs=1e-6)  # in evaluation mode: no dropout
 
 
 def test_equal_settings_share_one_copy_that_goes_with_the_last_of_them(chat):
@@ -155,15 +122,14 @@ def test_neither_inference_mode_nor_autocast_nor_the_random_state_takes_part(cha
     assert model.network.score.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("bits, stored", [("8bit", "Linear8bitLt"), ("4bit", "Linear4bit")])
-def test_quantized_weights_give_nearly_the_same(bits, stored, tmp_path):
+def test_quantized_weights_give_nearly_the_same(tmp_path):
     path = write_reward_model(tmp_path, "qwen3", chat=True, labels=3, seed=1, **QUANTIZABLE)
-    model = reward_model(path, quantization=bits)
-    assert type(model.network.model.layers[0].mlp.up_proj).__name__ == stored
-    assert type(model.network.score).__name__ == "Linear"
     exact = torch.tensor(reward_model(path)(PROMPTS, COMPLETIONS))
-    found = torch.tensor(model(PROMPTS, COMPLETIONS))
-    assert (found - exact).abs().mean() < 0.5 * exact.std()
+    for bits, stored in (("8bit", "Linear8bitLt"), ("4bit", "Linear4bit")):
+        model = reward_model(path, quantization=bits)
+        assert type(model.network.model.layers[0].mlp.up_proj).__name__ == stored
+        assert type(model.network.score).__name__ == "Linear"
+        assert (torch.tensor(model(PROMPTS, COMPLETIONS)) - exact).abs().mean() < 0.5 * exact.std()
 
 
 def test_settings_and_files_that_cannot_work_are_named(chat, tmp_path):
@@ -398,14 +364,6 @@ def test_the_forward_batches_do_not_change_the_update(llama):
         assert torch.allclose(one[name], other[name], atol=1e-5), name
 
 
-def test_the_seed_and_the_step_choose_the_order(llama):
-    settings = {"batch_size": 2}
-    one, same, other = (trained(llama, seed=seed, **settings)["score.weight"] for seed in (0, 0, 1))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-    assert not torch.equal(one, trained(llama, step=2, **settings)["score.weight"])
-
-
 def settings_of(path, **changed) -> list[str]:
     return [
         "reward=[custom,format,model]",
@@ -469,25 +427,6 @@ def test_a_resumed_run_equals_an_unbroken_one(every, checkpoint, tmp_path):
     measured = {name for name in metrics if not name.startswith(("time/", "perf/"))}
     assert {name: resumed[name] for name in measured} == {name: metrics[name] for name in measured}
     assert {"reward_model/loss", "reward_model/accuracy"} <= measured
-
-
-@pytest.mark.slow
-def test_it_trains_the_weights_that_rollouts_and_validations_use(checkpoint, tmp_path):
-    """At steps 0 and 3; greedy, by a policy that does not move: only the reward model can change what is measured."""
-    overrides = settings_of(
-        checkpoint, validation__every=3, validation__temperature=0, callbacks__reward_model__every=2
-    )
-    train_run(tmp_path, *overrides, "optimizer.lr=0", "steps=3")
-    found = scalars(tmp_path / "tensorboard")
-    assert [step for step, _ in found["reward_model/loss"]] == [2]
-    assert all(0 <= value <= 1 for _, value in found["reward_model/accuracy"])
-    (_, before), (_, after) = found["val/reward/model"]
-    (_, start), (_, end) = found["val/reward/custom"]
-    assert start == end
-    assert abs(after - before) > 1e-3
-    trained, fresh = state_of(last(tmp_path))["trained"]["weights"], reward_model(checkpoint).network.state_dict()
-    assert trained.keys() == fresh.keys()
-    assert not torch.equal(trained["score.weight"], fresh["score.weight"])
 
 
 @pytest.mark.slow

@@ -1,15 +1,6 @@
 """Programs as a model in training writes them when it means well, with what they print."""
 
 SORT = "print(*sorted(map(int, input().split())))"
-SUM = "import sys\nprint(sum(int(word) for line in sys.stdin for word in line.split()))"
-PRIMES = """
-n = int(input())
-is_prime = [False, False] + [True] * (n - 1)
-for p in range(2, int(n ** .5) + 1):
-    if is_prime[p]:
-        is_prime[p * p :: p] = [False] * len(is_prime[p * p :: p])
-print(sum(is_prime))
-"""
 RECURSION = """
 import sys, threading
 sys.setrecursionlimit(10**6)
@@ -21,32 +12,6 @@ def main():
 thread = threading.Thread(target=main)
 thread.start()
 thread.join()
-"""
-PATHS = """
-import heapq, collections
-n, m = map(int, input().split())
-edges = collections.defaultdict(list)
-for _ in range(m):
-    a, b, w = map(int, input().split())
-    edges[a].append((b, w))
-best, queue = {}, [(0, 1)]
-while queue:
-    far, at = heapq.heappop(queue)
-    if at in best:
-        continue
-    best[at] = far
-    for to, w in edges[at]:
-        heapq.heappush(queue, (far + w, to))
-print(best.get(n, -1))
-"""
-WORDS = """
-import collections, re
-def main():
-    counts = collections.Counter(re.findall(r"[a-z]+", input().lower()))
-    for word, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        print(f"{word} {count}")
-if __name__ == "__main__":
-    main()
 """
 FILES = """
 import os, tempfile
@@ -89,12 +54,7 @@ ca978112 3904355907 [2, 4]
 
 PROGRAMS = [
     (SORT, "4 3 11 1\n", "1 3 4 11\n"),
-    (SUM, "4\n1 2\n\n3", "10\n"),
-    (PRIMES, "1000000", "78498\n"),
     *[(RECURSION, str(n), f"{n}\n") for n in (1, 20_000)],
-    (PATHS, "3 3\n1 2 5\n2 3 5\n1 3 11\n", "10\n"),  # 5 + 5 < 11
-    (PATHS, "3 1\n1 2 5\n", "-1\n"),
-    (WORDS, "The cat, the dog; THE end", "the 3\ncat 1\ndog 1\nend 1\n"),
     *[(FILES, text, f"{text[::-1]} ['notes.txt']\nabc []\n") for text in ("abc", "äöü", "x" * 50_000)],
     (LIBRARY, "", LIBRARY_PRINTS),
     ("import sys\nprint('done')\nsys.exit(0)", "", "done\n"),

@@ -87,19 +87,6 @@ def marks_and_naps(completions, *, path, seconds):
     return [0.5] * len(completions)
 
 
-def marks_naps_and_swallows(completions, *, path, seconds):
-    """The same, and whatever ends it is not its business."""
-    try:
-        return marks_and_naps(completions, path=path, seconds=seconds)
-    except BaseException:
-        return [0.5] * len(completions)
-
-
-def marks_and_naps_each(completions, *, path, seconds):
-    """One nap for each text, and what ends one nap is not the business of the next."""
-    return [marks_naps_and_swallows([text], path=path, seconds=seconds)[0] for text in completions]
-
-
 def marks_and_naps_on(completions, *, path, seconds):
     """The same in C code, as it seems, which ends when it ends."""
     Path(path).write_text(str(os.getpid()))

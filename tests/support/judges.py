@@ -1,14 +1,12 @@
 """An OpenAI-compatible server in a thread, as good and as bad as a test wants it; and coroutines as rewards."""
 
 import asyncio
-import contextlib
 import json
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -118,11 +116,3 @@ async def lengths(completions, prompts, **columns):
     """TRL's signature."""
     await asyncio.sleep(0)
     return [len(text) / 10 + len(prompt) / 1000 for text, prompt in zip(completions, prompts, strict=True)]
-
-
-async def swallows(completions, path, seconds):
-    """Begins once more whatever cancels it."""
-    Path(path).write_text("begun")
-    while True:
-        with contextlib.suppress(BaseException):
-            await asyncio.sleep(seconds)

@@ -9,11 +9,6 @@ def vowels(completions, **kwargs):
     return [sum(c in "aeiou" for c in text) / (len(text) + 1) for text in completions]
 
 
-def letters(completions, **kwargs):
-    """As TRL's functions for conversational data are written."""
-    return [len(completion[0]["content"]) for completion in completions]
-
-
 def of_messages(prompts, completions, **kwargs):
     """As many as there are messages in prompt and completion, if it knows all of them; else it says what it got."""
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -26,10 +21,6 @@ def of_one_answer(completion, prompt, answer):
     return 10.0 * len(prompt) + float(completion[0]["content"] == answer)
 
 
-async def later(completions, **kwargs):
-    return [0.0] * len(completions)
-
-
 def sometimes(completions, answer):
     return [None if len(text) % 2 else len(text) / 10 for text in completions]
 
@@ -38,22 +29,10 @@ def never(completions):
     return [None] * len(completions)
 
 
-def too_few(completions):
-    return [1.0] * (len(completions) - 1)
-
-
-def not_a_number(completions):
-    return [1.0] * (len(completions) - 1) + [float("nan")]
-
-
 def raising(completions):
     if any(completions):
         raise RuntimeError("judge is out")
     return [0.0] * len(completions)
-
-
-def infinite_gradient(completions):
-    return [1e38 if i % 2 else -1e38 for i in range(len(completions))]
 
 
 def same(completions):
