@@ -94,99 +94,25 @@ def test_a_preset_pins_every_coupled_choice_and_names_its_paper():
 
 
 # What a published recipe says, whether or not it is a default today.
-OPEN_R1 = {
-    "policy.path": "Qwen/Qwen2.5-1.5B-Instruct",
-    "data.columns": {"prompt": "problem", "answer": "answer"},
-    "rollout.temperature": 0.6,
-    "rollout.max_new_tokens": 2048,
-    "reward.accuracy.weight": 1.0,
-    "reward.format.weight": 0.1,
-    "advantage._target_": "grpo_lightning.advantage.centered",
-    "loss.kl_coef": 0.01,
-    "optimizer.lr": 1e-6,
-}
-CLIP = {"loss.surrogate.epsilon_low": 0.2, "loss.surrogate.epsilon_high": 0.2}
+COLUMNS = (
+    *("rollout.group_size", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_new_tokens"),
+    *("data.prompts_per_step", "module.ppo_epochs", "loss.kl_coef", "optimizer.lr", "advantage._target_"),
+)
 RECIPES = {
-    "open_r1": {
-        **OPEN_R1,
-        **CLIP,
-        "data.path": "open-r1/OpenR1-Math-220k",
-        "steps": 500,
-        "rollout.group_size": 16,
-        "rollout.top_p": 0.95,
-        "rollout.top_k": 0,
-    },
-    "open_r1_exercise": {
-        **OPEN_R1,
-        "data.path": "./math_100_samples",
-        "data.prompts_per_step": 2,  # 100 samples / 50 steps
-        "data.validation_size": 20,
-        "steps": 50,
-        "rollout.group_size": 8,
-        "rollout.top_p": 1.0,
-    },
-    "grpo_guide": {
-        **CLIP,
-        "policy.path": "Qwen/Qwen2.5-0.5B-Instruct",
-        "data.path": "openai/gsm8k",
-        "data.prompts_per_step": 16,
-        "rollout.group_size": 8,
-        "rollout.temperature": 1.0,
-        "rollout.max_new_tokens": 256,
-        "reward.numeric.weight": 1.0,
-        "advantage._target_": "grpo_lightning.advantage.standardized",
-        "advantage.correction": 1,
-        "advantage.eps": 1e-8,
-        "loss.kl._target_": "grpo_lightning.loss.k3",
-        "loss.kl_coef": 0.1,
-        "module.ppo_epochs": 4,
-        "optimizer.lr": 5e-6,
-    },
-    "deepseekmath": {
-        "policy.path": "deepseek-ai/deepseek-math-7b-instruct",
-        "data.path": "openai/gsm8k",
-        "data.prompts_per_step": 16,  # 1024 / 64
-        "rollout.group_size": 64,
-        "rollout.temperature": 0.7,
-        "rollout.max_new_tokens": 1024,
-        "reward.numeric.weight": 1.0,
-        "advantage._target_": "grpo_lightning.advantage.standardized",
-        "loss.weights._target_": "grpo_lightning.loss.completion_mean",
-        "loss.kl._target_": "grpo_lightning.loss.k3",
-        "loss.kl_coef": 0.04,
-        "module.ppo_epochs": 1,
-        "module.minibatch_size": None,
-        "optimizer.lr": 1e-6,
-    },
-    "gpt2_notebook": {
-        **CLIP,
-        "policy.path": "openai-community/gpt2",
-        "reference.path": "distilbert/distilgpt2",
-        "data.prompts_per_step": 5,
-        "rollout.group_size": 5,
-        "rollout.temperature": 1.0,
-        "rollout.top_k": 50,
-        "rollout.max_new_tokens": 10,
-        "reward.word_variety.weight": 1.0,
-        "advantage.correction": 0,
-        "advantage.eps": 1e-8,
-        "loss.kl_coef": 0.01,
-    },
-    "rlox_quickstart": {
-        "data.prompts_per_step": 16,
-        "data.train_size": 16,  # every step is one of the three passes over the prompts
-        "steps": 3,
-        "rollout.group_size": 4,
-        "rollout.max_new_tokens": 8,
-        "reward.accuracy.weight": 1.0,
-        "reward.tag_count.weight": 0.05,
-        "loss.weights._target_": "grpo_lightning.loss.constant",
-        "loss.weights.length": 1,
-        "loss.kl_coef": 0.1,
-        "module.minibatch_size": None,
-        "module.max_grad_norm": 1.0,
-        "optimizer.lr": 1e-4,
-    },
+    "open_r1": (16, 0.6, 0.95, 0, 2048, 16, 1, 0.01, 1e-6, "centered", {"accuracy": 1.0, "format": 0.1}),
+    "open_r1_exercise": (8, 0.6, 1.0, 0, 2048, 2, 1, 0.01, 1e-6, "centered", {"accuracy": 1.0, "format": 0.1}),
+    "grpo_guide": (8, 1.0, 1.0, 0, 256, 16, 4, 0.1, 5e-6, "standardized", {"numeric": 1.0}),
+    "deepseekmath": (64, 0.7, 1.0, 0, 1024, 16, 1, 0.04, 1e-6, "standardized", {"numeric": 1.0}),
+    "gpt2_notebook": (5, 1.0, 1.0, 50, 10, 5, 1, 0.01, 1e-6, "standardized", {"word_variety": 1.0}),
+    "rlox_quickstart": (4, 1.0, 1.0, 0, 8, 16, 1, 0.1, 1e-4, "standardized", {"accuracy": 1.0, "tag_count": 0.05}),
+}
+FURTHER = {
+    "open_r1": {"policy.path": "Qwen/Qwen2.5-1.5B-Instruct", "data.path": "open-r1/OpenR1-Math-220k", "steps": 500},
+    "open_r1_exercise": {"data.path": "./math_100_samples", "data.validation_size": 20, "steps": 50},
+    "grpo_guide": {"advantage.correction": 1, "advantage.eps": 1e-8, "loss.kl._target_": "grpo_lightning.loss.k3"},
+    "deepseekmath": {"policy.path": "deepseek-ai/deepseek-math-7b-instruct", "module.minibatch_size": None},
+    "gpt2_notebook": {"reference.path": "distilbert/distilgpt2", "advantage.correction": 0, "advantage.eps": 1e-8},
+    "rlox_quickstart": {"data.train_size": 16, "steps": 3, "loss.weights.length": 1},  # three passes over the prompts
 }
 SUPERVISED = ["steps=2", "schedule.warmup_steps=1", "data.prompts_per_step=4", "rollout.max_new_tokens=6"]
 SMALL = ("trainer=cpu", "data.validation_size=4", "validation.samples_per_prompt=2", "validation.ks=[1,2]")
@@ -219,8 +145,13 @@ REDUCED = {
 def test_a_recipe_composes_to_its_published_numbers():
     for name, numbers in RECIPES.items():
         config = composed(f"experiment={name}")
-        assert {key: value_at(config, key, KeyError) for key in numbers} == numbers, name
-        assert set(config["reward"]) == {key.split(".")[1] for key in numbers if key.startswith("reward.")}, name
+        values = [value_at(config, key) for key in COLUMNS]
+        values[-1] = values[-1].rpartition(".")[2]
+        weights = {reward: node["weight"] for reward, node in config["reward"].items()}
+        assert (*values, weights) == numbers, name
+        assert {key: value_at(config, key) for key in FURTHER[name]} == FURTHER[name], name
+        bounds = [config["loss"]["surrogate"][key] for key in ("epsilon_low", "epsilon_high")]
+        assert bounds == [0.2, 0.2], name
 
 
 @pytest.mark.slow

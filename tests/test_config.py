@@ -23,7 +23,7 @@ from grpo_lightning.config import (
 )
 from grpo_lightning.config.consistency import GRPO_METRICS, SFT_METRICS
 from grpo_lightning.config.rules import DATA, RULES
-from grpo_lightning.config.suggestions import aliases, explain_compose_error, known_keys, nearest, nearest_key
+from grpo_lightning.config.suggestions import aliases, explain_compose_error, known_keys
 from grpo_lightning.config.targets import import_target
 from grpo_lightning.config.tree import value_at
 from tests.support import prepared
@@ -425,14 +425,6 @@ def test_keys_are_those_of_the_files():
     assert {key for key in RULES if value_at(composed(), key, KeyError) is not KeyError} <= known
     assert {"reward.pattern.function.expression", "callbacks.reference.alpha", "rollout.downsample.size"} <= known
     assert not {key for key in known if key.startswith(("hydra", "defaults")) or "_target_" in key}
-
-
-def test_the_nearest_word():
-    assert nearest("gpro", ["gspo", "grpo"]) == "grpo"  # the same letters
-    assert nearest("xyz", ["gspo", "grpo"]) is None
-    assert nearest_key("loss.kl_coeff", {"loss.kl_coef", "module.kl_coeff"}) == "loss.kl_coef"  # beside it first
-    assert nearest_key("kl_coeff", {"loss.kl_coef", "steps"}) == "loss.kl_coef"
-    assert nearest_key("policy.tiny", {"policy.dtype"}) is None
 
 
 def test_what_others_call_a_setting_leads_to_one_that_exists():
