@@ -79,35 +79,31 @@ def ragged(policy, group_size, *, left=0, right=0) -> Rollout:
     )[torch.randperm(rows, generator=generator)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "group_size", "left", "right"),
-    [
+def test_logprobs_entropy_loss_and_gradients_are_the_models_own(policy):
+    path = SharedPath.of(policy.model)
+    for kind, group_size, left, right in (
         ("per token", 2, 0, 0),
         ("per token, known beforehand", 5, 3, 2),
         ("entropy bonus", 5, 0, 4),
-        slow("per completion", 32, 0, 4),
-        slow("per token, known beforehand", 32, 0, 0),
-    ],
-)
-def test_logprobs_entropy_loss_and_gradients_are_the_models_own(policy, kind, group_size, left, right):
-    rows, loss = ragged(policy, group_size, left=left, right=right), LOSSES[kind]
-    weights = loss.weights(rows.mask)
-    path, bonus = SharedPath.of(policy.model), bool(loss.entropy_coef)
-    known = loss.gradient(rows, weights, on_policy=False)
-    assert (known is not None) == (kind == "per token, known beforehand")
-    results = []
-    for logprobs, entropy in (
-        path.logprobs_and_entropy(rows, temperature=0.8, entropy=bonus, loss_gradient=known),
-        separate(policy.model, rows, temperature=0.8, entropy=bonus),
+        ("per completion", 20, 0, 4),
     ):
-        policy.zero_grad()
-        value, _ = loss(logprobs, entropy, rows, weights)
-        value.backward()
-        gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
-        results.append((logprobs.detach(), value.detach(), gradient, entropy.detach() if bonus else torch.zeros(1)))
-    for found, expected in zip(*results):
-        assert_close(found, expected, rtol=1e-4, atol=1e-4 * max(float(expected.abs().max()), 1e-3))
-    assert results[0][2].abs().max() > 1e-3
+        rows, loss = ragged(policy, group_size, left=left, right=right), LOSSES[kind]
+        weights, bonus = loss.weights(rows.mask), bool(loss.entropy_coef)
+        known = loss.gradient(rows, weights, on_policy=False)
+        assert (known is not None) == (kind == "per token, known beforehand")
+        results = []
+        for logprobs, entropy in (
+            path.logprobs_and_entropy(rows, temperature=0.8, entropy=bonus, loss_gradient=known),
+            separate(policy.model, rows, temperature=0.8, entropy=bonus),
+        ):
+            policy.zero_grad()
+            value, _ = loss(logprobs, entropy, rows, weights)
+            value.backward()
+            slopes = torch.cat([p.grad.flatten() for p in policy.parameters()])
+            results.append((logprobs.detach(), value.detach(), slopes, entropy.detach() if bonus else torch.zeros(1)))
+        for found, expected in zip(*results):
+            assert_close(found, expected, rtol=1e-4, atol=1e-4 * max(float(expected.abs().max()), 1e-3))
+        assert results[0][2].abs().max() > 1e-3
 
 
 def test_a_gradient_known_beforehand_for_the_only_update_of_a_rollout(checkpoints):
