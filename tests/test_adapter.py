@@ -66,7 +66,7 @@ def test_the_reference_is_the_policy_without_its_adapter_and_the_export_has_it_m
 
 
 def test_without_an_adapter_there_is_nothing_to_switch_off(base):
-    with pytest.raises(ValueError, match=r"reference=adapter_off: allowed with an adapter only"):
+    with pytest.raises(ValueError, match=r"reference=adapter_off needs an adapter"):
         adapter_off(load(base, **SETTINGS))
 
 

@@ -96,17 +96,6 @@ def test_segments_of_similar_length_lie_side_by_side():
     assert sorted(covered.tolist()) == list(range(28))
 
 
-def test_keys_and_values_have_the_same_length():
-    """torch's kernel for CPUs would read beyond the shorter ones, and write so where it makes gradients."""
-    query, longer, shorter = (torch.randn(1, 2, size, 8) for size in (3, 6, 3))
-    for key, value in ((shorter, longer), (longer, shorter)):
-        message = rf"attention to keys \[1, 2, {key.shape[2]}, 8\] and values \[1, 2, {value.shape[2]}, 8\]"
-        with pytest.raises(ValueError, match=message):
-            AttentionInterface()[grouped("sdpa")](torch.nn.Module(), query, key, value, None)
-        with pytest.raises(ValueError, match=message):
-            Stream(STREAMS["one group"], CPU).flex(query, key, value, 1.0)
-
-
 def test_without_a_stream_the_attention_is_the_one_it_was_made_from():
     name = grouped("sdpa")
     assert grouped(name) == name == "grouped_sdpa"

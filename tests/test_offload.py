@@ -47,7 +47,7 @@ def moves(monkeypatch):
     sizes = []
     plain = offload._in_memory
     monkeypatch.setattr(offload, "_in_memory", lambda tensor: sizes.append(tuple(tensor.shape)) or plain(tensor))
-    monkeypatch.setitem(Offload.__init__.__kwdefaults__, "least_bytes", 1)
+    monkeypatch.setitem(Offload.__init__.__kwdefaults__, "min_bytes", 1)
     return sizes
 
 
@@ -71,7 +71,7 @@ def test_gradients_are_the_same_bit_for_bit_and_no_weight_is_copied(checkpoint, 
 
 
 def test_what_is_small_or_as_large_as_a_weight_stays():
-    away = Offload([torch.empty(300, 1000)], least_bytes=4 * 100_000)
+    away = Offload([torch.empty(300, 1000)], min_bytes=4 * 100_000)
     for stays in (torch.ones(99_999), torch.ones(300, 1000), torch.ones(1000, 300), torch.ones(300, 1000).bfloat16()):
         assert away.pack(stays) is stays
     moved = away.pack(torch.ones(100_000))
@@ -80,7 +80,7 @@ def test_what_is_small_or_as_large_as_a_weight_stays():
 
 
 def test_a_tensor_is_known_by_its_contents():
-    away = Offload([], least_bytes=1)
+    away = Offload([], min_bytes=1)
     whole = torch.arange(12.0).view(3, 4)
     views = [whole, whole.t(), whole[1:], whole[:, ::2], whole.view(4, 3)]
     kept = [away.pack(view) for view in views]
@@ -101,7 +101,7 @@ def test_nothing_is_left_after_the_backward_pass(monkeypatch):
     plain = offload._in_memory
     monkeypatch.setattr(offload, "_in_memory", lambda t: alive.append(weakref.ref(made := plain(t))) or made)
     value = torch.randn(50, requires_grad=True)
-    away = Offload([], least_bytes=1)
+    away = Offload([], min_bytes=1)
     with away:
         result = (value.exp() * value.sin()).sum()
     assert any(one() is not None for one in alive)

@@ -4,9 +4,9 @@ A stream is [prompt | completion 1 | ... | completion G | next prompt | ...], on
 to itself; a completion attends to its prompt and to itself, as if the two stood alone, so nothing but the amount of
 work differs from G separate rows: S + sum(T) tokens instead of G (S + max T).
 
-The stream enters through transformers' attention interface. A model built with ``grouped(name)`` as its
-``attn_implementation`` behaves as with ``name``, unless its forward pass is given ``grouped=`` one of the objects that
-know how to attend, here `Stream`.
+The stream enters through transformers' attention interface. A model with ``grouped(name)`` as its
+``attn_implementation`` behaves as with ``name``, unless its forward pass is given ``grouped=`` an `Attention`, here a
+`Stream`.
 
 Shapes: B rows, G completions per prompt, S tokens of a prompt, T of a completion, N of a stream; Hq query heads, Hkv
 key heads, D the size of a head, H that of a hidden state.
@@ -30,10 +30,12 @@ from grpo_lightning.transformer.attention_flex import BLOCK, block_mask
 from grpo_lightning.transformer.kernels import compiled
 
 _PREFIX = "grouped_"
+_MIN_FILL = 0.7
+"""Segments at least this long, relative to the longest, are attended to in one call: padding against calls."""
 
 
 class Attention(Protocol):
-    """What takes the place of a layer's attention."""
+    """Takes the place of every layer's attention."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """The attention output of a layer.
@@ -66,11 +68,8 @@ def grouped(name: str) -> str:
         grouped: Attention | None = kwargs.pop("grouped", None)
         if grouped is not None:
             scale = kwargs.get("scaling")
-            return grouped.attend(
-                module.layer_idx, query, key, value, query.shape[-1] ** -0.5 if scale is None else scale
-            ), None
-        if key.shape[-2] != value.shape[-2]:  # torch's kernels for CPUs would read and write beyond the shorter ones
-            raise ValueError(f"attention to keys {list(key.shape)} and values {list(value.shape)}")
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            return grouped.attend(module.layer_idx, query, key, value, scale), None
         # Looked up at every call: whoever registers another function of this name later is followed.
         plain: Any = ALL_ATTENTION_FUNCTIONS[name]
         output: tuple[Tensor, Any] = plain(module, query, key, value, mask, *args, **kwargs)
@@ -83,7 +82,7 @@ def grouped(name: str) -> str:
 
 
 def use_grouped(model: Any) -> None:
-    """Have a model of transformers attend by `grouped`, if it says by what it attends."""
+    """Make a transformers model's attention replaceable, see `grouped`."""
     if model.config._attn_implementation is not None:
         model.config._attn_implementation = grouped(model.config._attn_implementation)
 
@@ -173,7 +172,7 @@ class Stream:
         for start, length in sorted(bounds, key=lambda bound: -bound[1]):
             if not length:
                 continue
-            if batches and length >= _LEAST_FILL * batches[-1][0][1]:
+            if batches and length >= _MIN_FILL * batches[-1][0][1]:
                 batches[-1].append((start, length))
             else:
                 batches.append([(start, length)])
@@ -197,7 +196,7 @@ class Stream:
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """What FlexAttention needs to know of the stream and its padding."""
+        """FlexAttention's mask of the stream and its padding."""
         return block_mask((*self.groups, (self.padding, ())), self.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -210,8 +209,6 @@ class Stream:
 
     def flex(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """The same as ``attend``, always by FlexAttention."""
-        if key.shape[:-1] != value.shape[:-1]:
-            raise ValueError(f"attention to keys {list(key.shape)} and values {list(value.shape)}")
         size = query.shape[2]
         # Without padding they would keep the layout they came in, which would be one more graph.
         query, key, value = (pad(each, (0, 0, 0, self.padding)).contiguous() for each in (query, key, value))
@@ -222,12 +219,8 @@ class Stream:
         return output
 
 
-_LEAST_FILL = 0.7
-"""Segments at least this long, relative to the longest, are attended to in one call: padding against calls."""
-
-
 def flex_for(device: torch.device) -> Any:
-    """What computes FlexAttention on a device."""
+    """The function that computes FlexAttention on a device."""
     return compiled_flex if device.type == "cuda" else flex_attention
 
 

@@ -1,4 +1,4 @@
-"""What FlexAttention needs to know of a stream of groups, made from their spans and not from N * N pairs of tokens.
+"""FlexAttention's block mask of a stream of groups, made from their spans and not from N * N pairs of tokens.
 
 A kernel works on blocks of `BLOCK` queries by `BLOCK` keys: it skips those of which no query may see any key, looks at
 every pair in those that are partly visible, and does not look in those that are wholly visible.
@@ -33,7 +33,7 @@ def block_mask(groups: Groups, device: torch.device) -> BlockMask:
     bounds, prompts = _bounds(groups)
     size = bounds[-1][1] if bounds else 0
     if size % BLOCK or not size:
-        raise ValueError(f"a stream of {size} tokens: allowed is a multiple of {BLOCK}, at least {BLOCK}")
+        raise ValueError(f"a stream of {size} tokens is not a multiple of {BLOCK}")
     pairs = _visible_pairs(bounds, prompts, size // BLOCK)
     whole = pairs == BLOCK * BLOCK
     starts, ends, own = (tokens.to(device) for tokens in _seen(bounds, prompts))

@@ -205,11 +205,11 @@ class _Logprobs(torch.autograd.Function):
         # are there: three large products instead of four. At V = 152k that takes 0.62 of the time.
         early = loss_gradient is not None and not entropy and any(ctx.needs_input_grad[:3])
         dlogprobs = torch.empty_like(logprobs) if early else None
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad) if early else None
-        for start in range(0, len(ids), size):
+        gradients = _Gradients(head, hidden, weight, bias, temperature, ctx.needs_input_grad) if early else None
+        for number, start in enumerate(range(0, len(ids), size)):
             part = slice(start, start + size)
-            sets = None if support is None else support[start // size]
-            logits = head.logits(hidden[part], weight, bias, temperature, sets)
+            kept = None if support is None else support[number]
+            logits = head.logits(hidden[part], weight, bias, temperature, kept)
             chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
             log_total = log_sum(logits)  # [n, 1]
             logprobs[part] = (logits.gather(-1, chosen) - log_total).squeeze(-1)  # [n, V] -> [n, 1] -> [n]
@@ -217,12 +217,8 @@ class _Logprobs(torch.autograd.Function):
                 entropies[part] = log_total.squeeze(-1) - expected(logits, log_total)
             if loss_gradient is not None and dlogprobs is not None and gradients is not None:
                 dlogprobs[part] = loss_gradient(logprobs[part], part)
-                slopes = dlogprobs[part], None
-                gradients.add(
-                    part, *_logit_gradients(head, logits, log_total, chosen, *slopes, temperature, weight.dtype)
-                )
-            # Else two chunks of them would exist while the next ones are made.
-            del logits
+                gradients.add(part, logits, log_total, chosen, dlogprobs[part], None)
+            del logits  # else two chunks of them would exist while the next ones are made
         ctx.head, ctx.temperature, ctx.size, ctx.entropy, ctx.support = head, temperature, size, entropy, support
         ctx.gradients, ctx.dlogprobs = gradients, dlogprobs
         ctx.save_for_backward(hidden, weight, bias, ids, entropies)
@@ -233,19 +229,15 @@ class _Logprobs(torch.autograd.Function):
     def backward(ctx: Any, dlogprobs: Tensor, dentropies: Tensor) -> Any:
         hidden, weight, bias, ids, entropies = ctx.saved_tensors
         gradients: _Gradients | None = ctx.gradients
-        # The early gradients hold for the gradient that was foretold, bit for bit; any other takes the long way.
+        # The precomputed gradients hold if exactly the expected gradient arrives; any other takes the long way.
         if gradients is None or not torch.equal(dlogprobs, ctx.dlogprobs):
-            gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-            for start in range(0, len(ids), ctx.size):
+            gradients = _Gradients(ctx.head, hidden, weight, bias, ctx.temperature, ctx.needs_input_grad)
+            for number, start in enumerate(range(0, len(ids), ctx.size)):
                 part = slice(start, start + ctx.size)
-                sets = None if ctx.support is None else ctx.support[start // ctx.size]
-                logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature, sets)
-                log_total = log_sum(logits)
-                slopes = dlogprobs[part], (entropies[part], dentropies[part]) if ctx.entropy else None
-                chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
-                gradients.add(
-                    part, *_logit_gradients(ctx.head, logits, log_total, chosen, *slopes, ctx.temperature, weight.dtype)
-                )
+                kept = None if ctx.support is None else ctx.support[number]
+                logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature, kept)
+                slopes = (entropies[part], dentropies[part]) if ctx.entropy else None
+                gradients.add(part, logits, log_sum(logits), ids[part].unsqueeze(-1), dlogprobs[part], slopes)
                 del logits  # before the next ones are made
         # Whoever received them may have changed them in place: another backward pass makes its own.
         ctx.gradients = None
@@ -255,16 +247,35 @@ class _Logprobs(torch.autograd.Function):
 class _Gradients:
     """The gradients of hidden states, weight and bias, summed over chunks; None where none is needed."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
-        self._inputs = hidden, weight
+    def __init__(
+        self,
+        head: LMHead,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        needed: tuple[bool, ...],
+    ) -> None:
+        self._head, self._inputs, self._temperature = head, (hidden, weight), temperature
         # In float32 whatever the inputs are: a sum over chunks in 16 bits would be rounded once for each.
         self.hidden = torch.empty_like(hidden) if needed[0] else None
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
 
-    def add(self, part: slice, dlogits: Tensor, factors: Tensor) -> None:
-        """Add what a chunk contributes whose logits have the gradient ``factors`` [n] times ``dlogits`` [n, V]."""
+    def add(
+        self,
+        part: slice,
+        logits: Tensor,
+        log_total: Tensor,
+        chosen: Tensor,
+        dlogprobs: Tensor,
+        entropy: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Add what the chunk of the tokens in ``part`` contributes; other arguments as in `_logit_gradients`."""
         hidden, weight = self._inputs
+        dlogits, factors = _logit_gradients(
+            self._head, logits, log_total, chosen, dlogprobs, entropy, self._temperature, weight.dtype
+        )
         if self.bias is not None:
             self.bias.addmv_(dlogits.T, factors)  # [n, V] -> [V, n], times [n] -> [V]
         dlogits, factors = dlogits.to(weight.dtype), factors.to(weight.dtype).unsqueeze(-1)  # [n, V], [n, 1]
@@ -288,10 +299,10 @@ def _logit_gradients(
 ) -> tuple[Tensor, Tensor]:
     """The gradient with respect to weight h + bias, as [n, V] and what its rows are to be multiplied by, [n].
 
-    It is made from the gradients of log-probability and entropy, and may overwrite ``logits``; it is float32, or
-    ``dtype`` where that costs nothing. A factor of a row costs nothing when it is multiplied with its hidden state.
-
     d logprob / d z_j = [j chosen] - p_j,  d entropy / d z_j = -p_j (log p_j + entropy).
+
+    It may overwrite ``logits``, and is float32, or ``dtype`` where that costs nothing. A factor of a row costs nothing
+    when it is multiplied with its hidden state.
     """
     # Only the derivative of a soft-cap needs the logits that are about to be overwritten.
     copy = logits.clone() if head.softcap is not None else None

@@ -1,4 +1,4 @@
-"""Activations in the computer's memory between the forward pass that makes them and the backward pass that reads them.
+"""Activations in CPU RAM between the forward pass that makes them and the backward pass that reads them.
 
 What a backward pass needs is copied off the device as soon as it is saved, and back when its turn comes; each is
 computed with the same numbers, so no result changes. Weights stay where they are: they are there in any case. With
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-LEAST_BYTES = 1 << 20
+MIN_BYTES = 1 << 20
 """Smaller tensors stay: moving one takes longer than the memory is worth."""
 
 _View = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]
@@ -24,7 +24,7 @@ _View = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]
 
 @dataclass(frozen=True)
 class Moved:
-    """A saved tensor that is in the computer's memory."""
+    """A saved tensor that is in CPU RAM."""
 
     values: Tensor
     """In pinned memory where the device is a GPU, so that copies run beside its computations."""
@@ -33,7 +33,7 @@ class Moved:
 
 
 class Offload(torch.autograd.graph.saved_tensors_hooks):
-    """Inside, what is saved for a backward pass is moved to the computer's memory.
+    """Inside, what is saved for a backward pass is moved to CPU RAM.
 
     The copies are queued like any other work of the device, in the order of its computations, so nobody waits for them
     and none is overtaken.
@@ -41,12 +41,12 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
     Args:
         weights: Of the model: what has the sizes of one of them, in any order, stays on the device, such as its copy in
             16 bits under autocast.
-        least_bytes: Tensors with fewer bytes stay, too.
+        min_bytes: Tensors with fewer bytes stay, too.
     """
 
-    def __init__(self, weights: Iterable[Tensor], *, least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(self, weights: Iterable[Tensor], *, min_bytes: int = MIN_BYTES) -> None:
         self._staying = {tuple(sorted(weight.shape)) for weight in weights}
-        self._least_bytes = least_bytes
+        self._min_bytes = min_bytes
         self._moved: dict[int, tuple[StorageWeakRef, dict[_View, Moved]]] = {}
         super().__init__(self.pack, self.unpack)
 
@@ -56,7 +56,7 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
 
     def pack(self, tensor: Tensor) -> Tensor | Moved:
         """What is kept in place of a tensor that is saved."""
-        if tensor.nbytes < self._least_bytes or tuple(sorted(tensor.shape)) in self._staying:
+        if tensor.nbytes < self._min_bytes or tuple(sorted(tensor.shape)) in self._staying:
             return tensor
         storage = tensor.untyped_storage()
         # While there is a weak reference to it, the storage's address is not given to another.
