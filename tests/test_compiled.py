@@ -8,7 +8,6 @@ from torch.testing import assert_close
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.native import attention, fused_decode, shared_prompt_cache
-from grpo_lightning.sampler.native.attention import exclusion_bias
 from grpo_lightning.sampler.native.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.sampler.native.token_sampling import sample_tokens
 from grpo_lightning.transformer import kernels, lm_head
@@ -119,18 +118,6 @@ def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied,
     assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
-def test_keys_that_are_counted_may_be_part_of_a_room(monkeypatch):
-    torch.manual_seed(0)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
-    query, rooms, lengths = torch.randn(3, 2, 4, 8), torch.randn(2, 5, 2, 20, 8), torch.tensor([0, 5, 15])
-    key, value = rooms[:, 1:4, :, :16].unbind(0)
-    held = attention.visible_keys(lengths, key, 16, None, counts=True)
-    mask = attention.visible_keys(lengths, key, 16, None, counts=False)
-    found = attention.attend(query, key, value, held, 0.3)
-    for one, expected in zip(found, attention.attend_written_out(query, key, value, mask, 0.3), strict=True):
-        assert_close(one, expected, rtol=0, atol=1e-5)
-
-
 def test_keys_are_counted_where_all_layers_have_as_many(monkeypatch):
     monkeypatch.setattr(shared_prompt_cache, "counts_keys", lambda keys: True)
     wide, narrow, short = torch.ones(2, 4, 5, 8), torch.ones(2, 1, 5, 8), torch.ones(2, 4, 5, 4)
@@ -198,27 +185,6 @@ def test_a_traced_draw_of_a_large_vocabulary(as_if_it_paid):
         chosen = probabilities.log().gather(-1, found.tokens.unsqueeze(-1)).squeeze(-1)
         assert_close(found.logprobs, chosen.float(), rtol=1e-5, atol=1e-5)
     assert not sample_tokens(torch.tensor([[0.0, torch.nan]]), Sampling(temperature=1.0, **PLAIN), uniform[:1]).sound
-
-
-def test_settings_hold_while_a_function_runs_and_not_behind_it():
-    before = torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp
-    with kernels.compiling():
-        with kernels.compiling():
-            assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp) == (64, False)
-        assert torch._dynamo.config.recompile_limit == 64
-    assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp) == before
-    with pytest.raises(ZeroDivisionError), kernels.compiling():
-        raise ZeroDivisionError
-    assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp) == before
-
-
-def test_rows_of_a_mask_begin_at_multiples_of_16_bytes():
-    places = torch.arange(36) > torch.tensor([[3], [35]])  # [2, 36]
-    bias = exclusion_bias(places, torch.bfloat16)
-    assert bias.shape == (2, 1, 1, 36)
-    assert bias.stride(0) == 40
-    assert torch.equal(bias[:, 0, 0] == -torch.inf, places)
-    assert bias[~places[:, None, None]].eq(0).all()
 
 
 def test_without_a_compiler_functions_are_called_as_they_are(monkeypatch, caplog):

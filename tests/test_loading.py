@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load, resolve_path
@@ -200,37 +200,23 @@ def ran(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("raw", [True, False], ids=["pickle", "torch"])
-@pytest.mark.parametrize("load", [opened, reward_model])
-def test_pickles_of_weights_run_no_code(load, raw, model, tmp_path, ran):
-    directory = model if load is opened else write_reward_model(tmp_path / "reward", "llama", chat=True)
-    (directory / "model.safetensors").unlink()
-    content = {"model.embed_tokens.weight": Payload(ran)}
-    if raw:
-        (directory / "pytorch_model.bin").write_bytes(pickle.dumps(content))
-    else:
-        torch.save(content, directory / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="its weights are a pickle that holds more than tensors, which could run code"):
-        load(directory)
-
-
-def test_a_pickle_of_an_adapter_runs_no_code(model, ran):
+def test_pickles_run_no_code(model, tmp_path, ran):
+    message = r"path='\S+': its weights are a pickle that holds more than tensors, which could run code"
     get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**LORA)).save_pretrained(model)
     (model / "adapter_model.safetensors").unlink()
     torch.save({"a": Payload(ran)}, model / "adapter_model.bin")
-    with pytest.raises(ValueError, match=r"^policy.path='\S+': its weights are a pickle that holds more than tensors"):
+    with pytest.raises(ValueError, match=message):
         opened(model)
-
-
-def test_pickles_of_tensors_are_read(model):
-    weights = load_file(model / "model.safetensors")
-    (model / "model.safetensors").unlink()
-    name = "model.layers.0.mlp.down_proj.weight"
-    torch.save(weights | {name: weights[name].T.contiguous().T}, model / "pytorch_model.bin")
-    policy = opened(model)
-    assert all(torch.equal(value, weights[name]) for name, value in policy.model.named_parameters())
-    policy.export(model / "export")
-    assert torch.equal(load_file(model / "export" / "model.safetensors")[name], weights[name])
+    reward = write_reward_model(tmp_path / "reward", "llama", chat=True)
+    content = {"model.embed_tokens.weight": Payload(ran)}
+    for read, directory in ((opened, model), (reward_model, reward)):
+        (directory / "model.safetensors").unlink()
+        (directory / "pytorch_model.bin").write_bytes(pickle.dumps(content))
+        with pytest.raises(ValueError, match=message):
+            read(directory)
+        torch.save(content, directory / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=message):
+            read(directory)
 
 
 CODE = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
@@ -254,25 +240,13 @@ def test_code_of_a_model_runs_only_with_trust_remote_code(file, values, model, r
         opened(model, trust_remote_code=True)
 
 
-@pytest.mark.parametrize(
-    "template",
-    ["{{ lipsum.__globals__['os'].system('touch RAN') }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"],
-)
-def test_chat_templates_run_in_a_sandbox(template, model, ran):
-    (model / "chat_template.jinja").write_text(template.replace("RAN", str(ran)))
-    with pytest.raises(Exception, match=r"unsafe|undefined"):
-        opened(model).render("hi")
-
-
-@pytest.mark.parametrize("is_adapted", [True, False], ids=["adapter", "none"])
-@pytest.mark.parametrize("load", [opened, reward_model])
+@pytest.mark.parametrize(("load", "is_adapted"), [(opened, True), (opened, False), (reward_model, False)])
 def test_missing_and_misshapen_weights_are_named(load, is_adapted, tmp_path):
     """Also below an adapter, where transformers reports on the adapter alone; they would be random."""
     write = write_checkpoint if load is opened else write_reward_model
     directory = write(tmp_path / "model", "llama", chat=True)
     if is_adapted:
-        kind = AutoModelForCausalLM if load is opened else AutoModelForSequenceClassification
-        get_peft_model(kind.from_pretrained(directory), LoraConfig(**LORA)).save_pretrained(directory)
+        get_peft_model(AutoModelForCausalLM.from_pretrained(directory), LoraConfig(**LORA)).save_pretrained(directory)
     name, weights = "model.layers.0.mlp.down_proj.weight", load_file(directory / "model.safetensors")
     save_file(weights | {"unused.weight": torch.ones(1)}, directory / "model.safetensors", metadata={"format": "pt"})
     load(directory)

@@ -37,16 +37,13 @@ class HFPolicy(Policy):
     Args:
         model: The weights, trained in place; its dropout is switched off.
         tokenizer: A fast or slow transformers tokenizer.
-        system_prompt: Put before every prompt that has no system message of its own; null for none.
-        plain_text: Hand prompts to the tokenizer as they are, although it has a chat template.
-        template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
         share_prompts: Whether a group's prompt is computed once for all its completions. A model of which that does
             not give the same results, as a trial at its first use shows, goes without.
         activation_offload: Whether what a backward pass needs of its forward pass waits in CPU RAM.
-        reply_role: Role of an environment's replies unless it names one itself, user or tool; null: user.
+        options: Those of `Policy`: system_prompt, plain_text, template_kwargs and reply_role.
 
     Raises:
-        ValueError: The model has no embedding for the tokenizer's padding or end, or names no end of sequence.
+        ValueError: The model names no end of sequence; or as `Policy`.
     """
 
     def __init__(
@@ -54,24 +51,18 @@ class HFPolicy(Policy):
         model: Any,
         tokenizer: Any,
         *,
-        system_prompt: str | None = None,
-        plain_text: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
         share_prompts: bool = True,
         activation_offload: bool = False,
-        reply_role: str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(
             tokenizer,
             end_ids=_end_ids(model, tokenizer),
             num_embeddings=len(model.get_input_embeddings().weight),
             context=getattr(model.config, "max_position_embeddings", None),
-            system_prompt=system_prompt,
-            plain_text=plain_text,
-            template_kwargs=template_kwargs,
-            reply_role=reply_role,
+            **options,
         )
-        disable_progress_bar()  # one more beside the run's own says nothing
+        disable_progress_bar()
         self.model = model
         self.share_prompts = share_prompts
         self.activation_offload = activation_offload
@@ -204,7 +195,7 @@ class HFPolicy(Policy):
 
 
 def _switch_off_dropout(model: Any) -> None:
-    """Switch off all dropout of a transformers model: what is sampled without it has to be trained without it."""
+    # What is sampled without dropout has to be trained without it.
     for part in (model.config, *model.modules()):
         for name, value in vars(part).items():
             is_rate = "dropout" in name or "pdrop" in name or (name == "p" and isinstance(part, nn.Dropout))
@@ -213,14 +204,10 @@ def _switch_off_dropout(model: Any) -> None:
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a completion, by the model's own word; its other generation settings are dropped.
-
-    Raises:
-        ValueError: There is none.
-    """
-    own = model.generation_config or GenerationConfig()
+    """Every id that ends a completion."""
+    generation = model.generation_config or GenerationConfig()
     ids: set[int] = set()
-    for value in (own.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    for value in (generation.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
         ids |= {value} if isinstance(value, int) else set(value or ())
     if not ids:
         raise ValueError("the model names no end-of-sequence token: set eos_token in its tokenizer")
