@@ -23,32 +23,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m grpo_lightning.report",
         description="Compare runs: a line for each value of what was swept, averaged over seeds.",
     )
-    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="of sweeps or of single runs")
-    parser.add_argument("--by", nargs="+", default=[], metavar="KEY", help="keys of the lines; default: swept keys")
-    parser.add_argument(
-        "--metric", "--metrics", nargs="+", default=[], metavar="NAME", help=f"default: {', '.join(DEFAULT_METRICS)}"
-    )
-    parser.add_argument("--at", nargs="+", type=int, default=[], metavar="STEP", help="also the values at these steps")
-    parser.add_argument("--baseline", metavar="KEY=VALUE", help="also the paired differences from these runs")
-    parser.add_argument("--deviation", action="store_true", help="also the standard deviation over a run's steps")
-    parser.add_argument("--format", choices=list(FORMATS), default="table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw curves into this picture (needs matplotlib)")
-    options = parser.parse_args(arguments)
+    add = parser.add_argument
+    add("directories", type=Path, nargs="+", metavar="DIR", help="of sweeps or of single runs")
+    add("--by", nargs="+", default=[], metavar="KEY", help="keys of the lines; default: swept keys")
+    names = ", ".join(DEFAULT_METRICS)
+    add("--metric", "--metrics", nargs="+", default=[], dest="metrics", metavar="NAME", help=f"default: {names}")
+    add("--at", nargs="+", type=int, default=[], metavar="STEP", help="also the values at these steps")
+    add("--baseline", metavar="KEY=VALUE", help="also the paired differences from these runs")
+    add("--deviation", action="store_true", help="also the standard deviation over a run's steps")
+    add("--format", choices=list(FORMATS), default="table")
+    add("--plot", type=Path, metavar="FILE", help="draw curves into this picture (needs matplotlib)")
+    options = vars(parser.parse_args(arguments))
+    directories, form, picture = (options.pop(name) for name in ("directories", "format", "plot"))
     try:
-        comparison = compare(
-            find_runs(*options.directories),
-            by=options.by,
-            metrics=options.metric,
-            at=options.at,
-            deviation=options.deviation,
-            baseline=options.baseline,
-            curves=bool(options.plot),
-        )
-        if options.plot:
-            plot(comparison, options.plot)
+        comparison = compare(find_runs(*directories), **options, curves=bool(picture))
+        if picture:
+            plot(comparison, picture)
     except ReportError as error:
         sys.exit(redact(single_line(str(error))))
-    print(render(comparison, options.format), end="")
+    print(render(comparison, form), end="")
 
 
 def plot(comparison: Comparison, file: Path) -> None:

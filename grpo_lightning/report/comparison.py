@@ -204,16 +204,19 @@ def _line(settings: Mapping[str, str], runs: Iterable[RunRecord], metric: str, c
     for seed, values in known:
         for step, value in values.get("curve", ()):
             at_steps.setdefault(step, []).append((seed, value))
-    last, first, mean, deviation = (
-        _by_seed((seed, values.get(name)) for seed, values in known) for name in ("last", "first", "mean", "deviation")
-    )
+
+    def over_seeds(name: str) -> Estimate | None:
+        each = _by_seed((seed, values.get(name)) for seed, values in known)
+        return estimate([*each.values()]) if each else None
+
+    last = _by_seed((seed, values["last"]) for seed, values in known)
     return Line(
         settings=settings,
         seeds=last,
         last=estimate([*last.values()]),
-        first=estimate([*first.values()]) if first else None,
-        mean=estimate([*mean.values()]) if mean else None,
-        deviation=estimate([*deviation.values()]) if deviation else None,
+        first=over_seeds("first"),
+        mean=over_seeds("mean"),
+        deviation=over_seeds("deviation"),
         lowest=min((values["min"] for _, values in known if "min" in values), default=None),
         highest=max((values["max"] for _, values in known if "max" in values), default=None),
         curve={step: estimate([*_by_seed(pairs).values()]) for step, pairs in sorted(at_steps.items())},
