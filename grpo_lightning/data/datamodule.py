@@ -27,19 +27,15 @@ class Batches:
     would replace the sampler.
     """
 
-    def __init__(self, open_loader: Callable[[], DataLoader[Any]]) -> None:
-        self._open_loader = open_loader
+    def __init__(self, open_loader: Callable[[], DataLoader[Any]], size: int = 0) -> None:
+        self._open_loader, self._size = open_loader, size
 
     def __iter__(self) -> Iterator[Prompts]:
         return iter(self._open_loader())
 
 
 class SizedBatches(Batches):
-    """Batches of which there are as many each time, so that they have a length."""
-
-    def __init__(self, open_loader: Callable[[], DataLoader[Any]], size: int) -> None:
-        super().__init__(open_loader)
-        self._size = size
+    """Batches of which there are ``size`` each time, so that they have a length."""
 
     def __len__(self) -> int:
         return self._size
@@ -89,8 +85,8 @@ class PromptData(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        if wrong := problems(DATA, dict(locals()), prefix="data."):
-            raise ValueError("\n".join(wrong))
+        if errors := problems(DATA, dict(locals()), prefix="data."):
+            raise ValueError("\n".join(errors))
         self._open_train, self._open_validation = train, validation
         self.prompts_per_batch = prompts_per_step * tries
         self.prompts_per_step, self.steps, self.validate_every = prompts_per_step, steps, validate_every

@@ -44,7 +44,7 @@ class FileDemonstrations(JsonLines):
 
 
 def _demonstration(prompt: Any, columns: dict[str, Any], column: str, place: str) -> Row:
-    others = {name: value for name, value in columns.items() if name != column}
+    further = {name: value for name, value in columns.items() if name != column}
     completion = columns.get(column)
     if completion is None and isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[-1], dict):
         first = next((n for n, message in enumerate(prompt) if n and message["role"] == "assistant"), len(prompt) - 1)
@@ -60,7 +60,7 @@ def _demonstration(prompt: Any, columns: dict[str, Any], column: str, place: str
         completion = messages if len(messages) > 1 else messages[0]["content"]
     elif not isinstance(completion, str) or not completion:
         raise ValueError(f"{place}: {expected}, got {completion!r:.80}")
-    return prompt, {**others, "completion": completion}
+    return prompt, {**further, "completion": completion}
 
 
 def prompts(

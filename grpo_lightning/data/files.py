@@ -101,7 +101,7 @@ class JsonLines(Rows):
 
     def __init__(self, path: str | Sequence[str], prompt_column: str = "prompt") -> None:
         paths = [path] if isinstance(path, str | Path) else list(path)
-        rows = [placed for one in paths for placed in _read(Path(one).expanduser())]
+        rows = [row for name in paths for row in _read(Path(name).expanduser())]
         super().__init__(
             [row for _, row in rows], prompt_column, lambda i: rows[i][0] if rows else ", ".join(map(str, paths))
         )

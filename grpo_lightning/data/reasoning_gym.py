@@ -94,11 +94,11 @@ class ReasoningGym(GeneratedRows):
 
     def keep(self, fits: Fits) -> "tuple[ReasoningGym, int]":
         """The same entries, with others in place of those that do not fit; 0 are lost."""
-        kept = copy.copy(self)
-        kept._fits = (*self._fits, fits)
-        kept._held_out = self._held_out and self._held_out.keep(fits)[0]
-        kept._held_out_questions = None
-        return kept, 0
+        source = copy.copy(self)
+        source._fits = (*self._fits, fits)
+        source._held_out = self._held_out and self._held_out.keep(fits)[0]
+        source._held_out_questions = None
+        return source, 0
 
     def _candidate(self, index: int, attempt: int) -> dict[str, Any]:
         key = index, attempt

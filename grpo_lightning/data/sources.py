@@ -74,8 +74,8 @@ class Subset:
 
 def place(source: Source, index: int) -> str:
     """Where a row comes from, such as a file and a line, for messages."""
-    own = getattr(source, "place", None)
-    return own(index) if own else f"data, prompt {index + 1}"
+    method = getattr(source, "place", None)
+    return method(index) if method else f"data, prompt {index + 1}"
 
 
 def keep(source: Source, fits: Fits) -> tuple[Source, int]:
@@ -88,8 +88,8 @@ def keep(source: Source, fits: Fits) -> tuple[Source, int]:
     Returns:
         The remaining rows in the same order, and how many were lost.
     """
-    if (own := getattr(source, "keep", None)) is not None:
-        kept: tuple[Source, int] = own(fits)
+    if (method := getattr(source, "keep", None)) is not None:
+        kept: tuple[Source, int] = method(fits)
         return kept
     remaining: list[int] = []
     for start in range(0, len(source), CHUNK):

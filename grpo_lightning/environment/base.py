@@ -79,8 +79,8 @@ class Environment:
             raise ValueError(f"function: expected no coroutine function (async def), got {self.name}")
         if inspect.isgeneratorfunction(self.function):
             object.__setattr__(self, "function", GeneratorEnvironment(self.function))
-        if wrong := problems(ENVIRONMENT, {**vars(self), "role": self.reply_role}):
-            raise ValueError("; ".join(wrong))
+        if errors := problems(ENVIRONMENT, {**vars(self), "role": self.reply_role}):
+            raise ValueError("; ".join(errors))
 
     def __call__(self, *, named: Mapping[str, Any], seed: Sequence[int] | None) -> "StepResult":
         """Call the function with copies, in this process or in a worker.
@@ -141,10 +141,10 @@ class GeneratorEnvironment:
         self.function = function
         keyword = inspect.Parameter.KEYWORD_ONLY
         bound = function.keywords if isinstance(function, partial) else {}
-        named = [one for one in inspect.signature(function).parameters.values() if one.name not in bound]
+        named = [p for p in inspect.signature(function).parameters.values() if p.name not in bound]
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, keyword) for name in ("turns", "replies")]
-            + [one if one.kind is one.VAR_KEYWORD else one.replace(kind=keyword) for one in named]
+            + [p if p.kind is p.VAR_KEYWORD else p.replace(kind=keyword) for p in named]
         )
 
     def __call__(self, *, turns: Sequence[str], replies: Sequence[str], **named: Any) -> Any:
@@ -214,13 +214,13 @@ def check_columns(environment: Environment, column_names: Collection[str]) -> li
     Raises:
         EpisodeError: A required parameter is no column, or a column has the name of an argument that it takes.
     """
-    missing, taken = arguments(environment.function, dict.fromkeys([*ARGUMENTS, *column_names]))
-    wrong = [f"parameter {name!r} is no column of the data, which are {sorted(column_names)}" for name in missing]
-    doubled = {*ARGUMENTS} & {*column_names} & {*taken}
-    wrong += [f"column {name!r} has the name of an argument" for name in sorted(doubled)]
-    if wrong:
-        raise EpisodeError(f"environment {environment.name}: {'; '.join(wrong)}")
-    return list(taken)
+    missing, names = arguments(environment.function, dict.fromkeys([*ARGUMENTS, *column_names]))
+    errors = [f"parameter {name!r} is no column of the data, which are {sorted(column_names)}" for name in missing]
+    doubled = {*ARGUMENTS} & {*column_names} & {*names}
+    errors += [f"column {name!r} has the name of an argument" for name in sorted(doubled)]
+    if errors:
+        raise EpisodeError(f"environment {environment.name}: {'; '.join(errors)}")
+    return list(names)
 
 
 def _number(value: Any) -> float | None:

@@ -132,8 +132,8 @@ class Retry:
     def __init__(
         self, verifier: Callable[..., Sequence[float | None]], *, max_turns: int, discount: float, reply: str
     ) -> None:
-        if wrong := problems(RULES, {"max_turns": max_turns, "discount": discount}):
-            raise ValueError("; ".join(wrong))
+        if errors := problems(RULES, {"max_turns": max_turns, "discount": discount}):
+            raise ValueError("; ".join(errors))
         self._verifier, self._max_turns, self._discount, self._reply = verifier, max_turns, discount, reply
 
     def __call__(self, *, turns: Sequence[str], prompt: Any, **columns: Any) -> str | float | None:

@@ -113,7 +113,7 @@ class Episodes:
     def failed(self) -> list[str | None]:
         """[B] what went wrong; None: nothing."""
         failures = [episode.failure for episode in self._settled()]
-        return [None if one is None else f"{one.kind}: {one.message}" for one in failures]
+        return [None if failure is None else f"{failure.kind}: {failure.message}" for failure in failures]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -187,7 +187,7 @@ class Episodes:
     def _arguments(self, row: int) -> dict[str, Any]:
         """The arguments of one call, by name, and the seed of its generator."""
         episode = self._episodes[row]
-        known = {name: values[row] for name, values in self._columns.items()}
-        known |= {"turns": episode.turns, "replies": episode.replies, "prompt": self._prompts[row]}
-        named = {name: value for name, value in known.items() if name in self._takes}
+        available = {name: values[row] for name, values in self._columns.items()}
+        available |= {"turns": episode.turns, "replies": episode.replies, "prompt": self._prompts[row]}
+        named = {name: value for name, value in available.items() if name in self._takes}
         return {"named": named, "seed": self._seeds[row] if "rng" in self._takes else None}

@@ -111,8 +111,8 @@ class Python:
     def __init__(
         self, *, seconds: float, cpu_seconds: int, memory_mb: int, max_output: int = 2000, as_tool: bool = False
     ) -> None:
-        if wrong := problems(RULES, {"max_output": max_output, "as_tool": as_tool}):
-            raise ValueError("; ".join(wrong))
+        if errors := problems(RULES, {"max_output": max_output, "as_tool": as_tool}):
+            raise ValueError("; ".join(errors))
         self._limits = Limits(seconds=seconds, cpu_seconds=cpu_seconds, memory_mb=memory_mb)
         self._max_output = max_output
         self.tools: list[dict[str, Any]] | None = [_SCHEMA] if as_tool else None
@@ -157,8 +157,8 @@ def _run(cells: tuple[str, ...], limits: Limits) -> _Result:
 
     The result is cached, as it is the same every time, unless a cell asks for the time or for the system's chance.
     """
-    kept = [cell for number, cell in enumerate(cells[:-1], start=1) if not _run(cells[:number], limits).is_killed]
-    outcome = run(_PROGRAM % (json.dumps([*kept, cells[-1]]), _DONE), "", limits)
+    finished = [cell for number, cell in enumerate(cells[:-1], start=1) if not _run(cells[:number], limits).is_killed]
+    outcome = run(_PROGRAM % (json.dumps([*finished, cells[-1]]), _DONE), "", limits)
     printed = _shortened(outcome.stdout, _MAX_CELL)
     if outcome.ended == "exit" and outcome.code == _DONE:
         return _Result(printed, _shortened(outcome.stderr, _MAX_ERROR), is_killed=False)

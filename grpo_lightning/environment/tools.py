@@ -76,21 +76,21 @@ class Tools:
         max_calls: int = 8,
         max_result: int = 2000,
     ) -> None:
-        if wrong := problems(RULES, {"max_calls": max_calls, "max_result": max_result}):
-            raise ValueError("; ".join(wrong))
+        if errors := problems(RULES, {"max_calls": max_calls, "max_result": max_result}):
+            raise ValueError("; ".join(errors))
         if not isinstance(tools, list | tuple) or not tools:
             raise ValueError(f"tools: expected a list of functions, such as [my_tools.search], got {tools!r:.80}")
-        made = [_Tool.of(function, columns) for function in tools]
-        self._by_name = {tool.name: tool for tool in made}
-        if len(self._by_name) < len(made):
-            raise ValueError(f"tools: expected different names, got {', '.join(tool.name for tool in made)}")
+        all_tools = [_Tool.of(function, columns) for function in tools]
+        self._by_name = {tool.name: tool for tool in all_tools}
+        if len(self._by_name) < len(all_tools):
+            raise ValueError(f"tools: expected different names, got {', '.join(tool.name for tool in all_tools)}")
         empty = inspect.Parameter.empty
-        pairs = [("turns", empty), *(pair for tool in made for pair in tool.hidden.items())]
+        pairs = [("turns", empty), *(pair for tool in all_tools for pair in tool.hidden.items())]
         row = dict(sorted(pairs, key=lambda pair: pair[1] is empty))  # what one of them needs has no default
         if unused := set(columns) - set(row):
             raise ValueError(f"columns: no tool has the parameter {', '.join(unused)}")
         self._max_calls, self._max_result = max_calls, max_result
-        self.tools = [copy.deepcopy(tool.schema) for tool in made]  # a chat template may change what it is given
+        self.tools = [copy.deepcopy(tool.schema) for tool in all_tools]  # a chat template may change what it is given
         """The JSON schemas that the chat template shows."""
         keyword = inspect.Parameter.KEYWORD_ONLY
         self.__signature__ = inspect.Signature(
@@ -160,11 +160,11 @@ class _Tool:
         inner, bound = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
         if not inspect.isroutine(inner) or inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner):
             raise ValueError(f"tools: expected plain functions, such as my_tools.search, got {function!r:.80}")
-        parameters = [one for one in inspect.signature(inner).parameters.values() if one.name not in bound]
+        parameters = [p for p in inspect.signature(inner).parameters.values() if p.name not in bound]
         try:
             hints = get_type_hints(inner)
-            parameters = [one.replace(annotation=hints.get(one.name, one.empty)) for one in parameters]
-            shown = [one for one in parameters if one.name not in columns]
+            parameters = [p.replace(annotation=hints.get(p.name, p.empty)) for p in parameters]
+            shown = [p for p in parameters if p.name not in columns]
             schema = _schema(inner, shown, hints)
         except Exception as error:  # whatever evaluating an annotation raises
             raise ValueError(
@@ -172,29 +172,29 @@ class _Tool:
                 "argument in a section `Args:`, and type hints such as int, str, list[float], Literal or Enum; what "
                 "comes from the row stands in `columns`)"
             ) from error
-        hidden = {one.name: one.default for one in parameters if one.name in columns}
+        hidden = {p.name: p.default for p in parameters if p.name in columns}
         return cls(function, inner.__name__, schema, hidden, inspect.Signature(shown))
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The model's arguments, as the function's type hints have them.
 
         Raises:
             _Misfit: Some are missing, unknown or of another type.
         """
-        parameters, values = self.shown.parameters, {}
-        wrong = [f"{name!r:.50} is no argument" for name in given if name not in parameters]
+        parameters, arguments = self.shown.parameters, {}
+        errors = [f"{name!r:.50} is no argument" for name in values if name not in parameters]
         for name, parameter in parameters.items():
-            if name in given:
+            if name in values:
                 try:
-                    values[name] = _fitted(given[name], parameter.annotation, name)
+                    arguments[name] = _fitted(values[name], parameter.annotation, name)
                 except _Misfit as error:
-                    wrong.append(str(error))
+                    errors.append(str(error))
             elif parameter.default is parameter.empty:
-                wrong.append(f"{name!r} is missing")
-        if wrong:
-            usage = ", ".join(f"{name}: {_name(one.annotation)}" for name, one in parameters.items())
-            raise _Misfit(f"{'; '.join(wrong[:5])}; the tool is {self.name}({usage})"[:1000])
-        return values
+                errors.append(f"{name!r} is missing")
+        if errors:
+            usage = ", ".join(f"{name}: {_name(parameter.annotation)}" for name, parameter in parameters.items())
+            raise _Misfit(f"{'; '.join(errors[:5])}; the tool is {self.name}({usage})"[:1000])
+        return arguments
 
 
 def _schema(function: Any, shown: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _schema(function: Any, shown: Sequence[inspect.Parameter], hints: Mapping[st
 
     visible.__name__, visible.__doc__ = function.__name__, inspect.getdoc(function)
     visible.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    names = [*(one.name for one in shown), "return"]
+    names = [*(parameter.name for parameter in shown), "return"]
     visible.__annotations__ = {name: hints[name] for name in names if name in hints}
     schema: dict[str, Any] = get_json_schema(visible)
     schema["function"]["parameters"].setdefault("properties", {})
@@ -241,10 +241,10 @@ def _fitted(value: Any, hint: Any, place: str) -> Any:
     elif kind in (list, tuple) and isinstance(value, list):
         hints = options if kind is tuple else (options or (Any,)) * len(value)
         if len(hints) == len(value):
-            return kind(_fitted(one, hints[i], f"{place}[{i}]") for i, one in enumerate(value))
+            return kind(_fitted(item, hints[i], f"{place}[{i}]") for i, item in enumerate(value))
     elif kind is dict and isinstance(value, dict):
         element = options[1] if options else Any
-        return {key: _fitted(one, element, f"{place}[{key:.50}]") for key, one in value.items()}
+        return {key: _fitted(item, element, f"{place}[{key:.50}]") for key, item in value.items()}
     elif not isinstance(kind, type) or isinstance(value, kind):
         return value
     text = json.dumps(value)
@@ -253,7 +253,7 @@ def _fitted(value: Any, hint: Any, place: str) -> Any:
 
 def _name(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(json.dumps(one.value) for one in hint)
+        return "one of " + ", ".join(json.dumps(member.value) for member in hint)
     return inspect.formatannotation(hint)
 
 
