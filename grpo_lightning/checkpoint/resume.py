@@ -43,42 +43,21 @@ def find_checkpoint(
     Raises:
         ValueError: The checkpoint is missing, damaged or cannot be used so, or another run would be overwritten.
     """
-    path = _named(config, directory, directory_given, overrides)
-    if path is None:
-        return None
-    if path.is_dir():
-        if config["mode"] != "export" and not uses_fsdp(config["trainer"]):
-            raise ValueError(
-                f"checkpoint={path} is a sharded checkpoint: use trainer=fsdp, or mode=export, which joins its parts"
-            )
-        places = (directory.resolve(), (directory / "checkpoints").resolve())
-        if not any(path.resolve().is_relative_to(place) for place in places):
-            raise ValueError(
-                f"checkpoint={path}: sharded checkpoints hold pickles and are read from this run's own directory "
-                "only: move it there, or export it where it was made"
-            )
-    try:
-        read(path, mmap=True)
-    except ValueError as error:
-        raise ValueError(f"{error}; {_suggestion(path.parent, directory, overrides)}") from error
-    return path
-
-
-def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, overrides: Sequence[str]) -> Path | None:
-    name, mode, folder = config["checkpoint"], config["mode"], directory / "checkpoints"
-    last = folder / "last.ckpt"
+    name, mode = config["checkpoint"], config["mode"]
+    last = directory / "checkpoints" / "last.ckpt"
+    is_fit, holds_run = mode == "fit", last.exists() or _has_checkpoints(last.parent)
     if name is None:
-        if mode == "fit" and last.exists():
+        if is_fit and last.exists():
             raise ValueError(
                 f"{directory} already holds a run: checkpoint=last continues it, another hydra.run.dir= starts anew"
             )
-        if mode == "fit" and _has_checkpoints(folder):
-            raise ValueError(f"{directory} already holds a run: {_suggestion(folder, directory, overrides)}")
+        if is_fit and holds_run:
+            raise ValueError(f"{directory} already holds a run: {_suggestion(last.parent, directory, overrides)}")
         # An export of that run would be replaced by one of the policy that it started from.
         words = [word.lstrip("+") for word in overrides]
         is_meant = any(word.startswith("checkpoint=") for word in words)
         is_meant |= mode == "validate" and any(word.startswith(("policy=", "policy.path=")) for word in words)
-        if mode in ("export", "validate") and not is_meant and (last.exists() or _has_checkpoints(folder)):
+        if mode in ("export", "validate") and not is_meant and holds_run:
             raise ValueError(
                 f"{directory} holds a run: checkpoint=last takes its policy, and checkpoint=null the one that the "
                 "settings name"
@@ -87,24 +66,38 @@ def _named(config: Mapping[str, Any], directory: Path, directory_given: bool, ov
     if name == "last":
         if not directory_given:
             raise ValueError("checkpoint=last: name the run to continue with hydra.run.dir=DIRECTORY")
-        if last.exists():
-            return last
-        if _has_checkpoints(folder):
-            raise ValueError(f"checkpoint=last: there is no {last}; {_suggestion(folder, directory, overrides)}")
-        if mode != "fit" or last.is_symlink():
-            raise ValueError(f"checkpoint=last: there is no {last}")
-        log.warning("checkpoint=last: there is no %s yet, starting from the beginning", last)
-        return None
-    path = Path(name)
-    if "://" in name:
-        raise ValueError(f"checkpoint={name} is not a local file: download it first")
-    if not path.exists():
-        raise ValueError(f"checkpoint={name}: no such file")
-    for place in (path, path / "checkpoints"):
-        if file := next((place / name for name in ("last.ckpt", "best.ckpt") if (place / name).exists()), None):
-            raise ValueError(f"checkpoint={path} is a directory of checkpoints: name one of them, checkpoint={file}")
-    if mode == "fit" and not belongs_to(path, directory) and (last.exists() or _has_checkpoints(folder)):
-        raise ValueError(f"{directory} already holds another run than checkpoint={name}: name another hydra.run.dir=")
+        path = last
+        if not last.exists():
+            if is_fit and not holds_run and not last.is_symlink():
+                log.warning("checkpoint=last: there is no %s yet, starting from the beginning", last)
+                return None
+            suggestion = f"; {_suggestion(last.parent, directory, overrides)}" if holds_run else ""
+            raise ValueError(f"checkpoint=last: there is no {last}{suggestion}")
+    else:
+        path = Path(name)
+        if "://" in name:
+            raise ValueError(f"checkpoint={name} is not a local file: download it first")
+        if not path.exists():
+            raise ValueError(f"checkpoint={name}: no such file")
+        for place in (path, path / "checkpoints"):
+            if file := next((place / name for name in ("last.ckpt", "best.ckpt") if (place / name).exists()), None):
+                raise ValueError(f"checkpoint={path} is a directory of checkpoints: name one, checkpoint={file}")
+        if is_fit and not belongs_to(path, directory) and holds_run:
+            raise ValueError(f"{directory} already holds another run: checkpoint={name} needs another hydra.run.dir=")
+    if path.is_dir() and mode != "export" and not uses_fsdp(config["trainer"]):
+        raise ValueError(
+            f"checkpoint={path} is a sharded checkpoint: use trainer=fsdp, or mode=export, which joins its parts"
+        )
+    places = (directory.resolve(), last.parent.resolve())
+    if path.is_dir() and not any(path.resolve().is_relative_to(place) for place in places):
+        raise ValueError(
+            f"checkpoint={path}: sharded checkpoints hold pickles and are read from this run's own directory only: "
+            "move it there, or export it where it was made"
+        )
+    try:
+        read(path, mmap=True)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_suggestion(path.parent, directory, overrides)}") from error
     return path
 
 
