@@ -35,7 +35,7 @@ class KVCache(ABC):
     version = 0
     """Another number whenever ``step`` would use other tensors or shapes than it did."""
     rewinds = False
-    """Whether ``rewind`` will be called, as told before ``open``."""
+    """Whether ``rewind`` will be called; set before ``open``."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], group_size: int, longest: int) -> None:
         self._prompts, self._group_size, self._longest = prompts, group_size, longest

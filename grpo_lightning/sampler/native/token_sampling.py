@@ -44,7 +44,7 @@ def uniforms(seed: int, rows: Sequence[tuple[int, int]], length: int) -> Tensor:
         [rows, length] float32
     """
     numbers = np.empty((len(rows), length), dtype=np.float32)
-    # On the CPU, one generator for each row: neither the device nor the batch changes what is drawn.
+    # On the CPU, one generator for each row: neither the device nor the batch changes what is sampled.
     for row, (prompt, member) in enumerate(rows):
         key = np.array([seed, prompt << 32 | member], dtype=np.uint64)
         np.random.Generator(np.random.Philox(key=key)).random(dtype=np.float32, out=numbers[row])
@@ -74,7 +74,7 @@ def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Sample
 
     Args:
         logits: [b, V]; may be overwritten.
-        sampling: How the token is drawn.
+        sampling: How the token is sampled.
         uniform: [b] in [0, 1).
     """
     if not sampling.truncated or sampling.temperature == 0:
@@ -124,7 +124,7 @@ def _from_all(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tens
 def likeliest_tokens(
     logits: Tensor, total: Tensor | None, *, top_k: int, top_p: float, min_p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens that may be drawn, at most `MAX_SUPPORT` of them: the likeliest one always may.
+    """The tokens that may be sampled, at most `MAX_SUPPORT` of them: the likeliest one always may.
 
     The filters apply one after another: top_k, then top_p on what is left (arXiv:1904.09751), then min_p
     (arXiv:2407.01082), in the order of transformers' ``generate``. Of equally likely tokens those with the lowest
@@ -138,7 +138,7 @@ def likeliest_tokens(
         min_p: Keep tokens at least this likely, relative to the likeliest; 0 keeps all.
 
     Returns:
-        Token ids [b, K], which increase in each row, their logits [b, K], and which of them may be drawn [b, K] (bool).
+        Token ids [b, K], which increase in each row, their logits [b, K], and which may be sampled [b, K] (bool).
     """
     values, ids = logits.topk(min(top_k or MAX_SUPPORT, logits.shape[-1]))
     weights = values.exp()
@@ -173,9 +173,9 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
         uniform: [b] in [0, 1).
 
     Returns:
-        The tokens [b]; one of weight 0 is never drawn.
+        The tokens [b]; one of weight 0 is never sampled.
     """
-    # Not torch.multinomial, whose random numbers depend on the device and on the rows that are drawn together.
+    # Not torch.multinomial, whose random numbers depend on the device and on the rows that are sampled together.
     size = weights.shape[-1]
     if size <= _SMALL:
         sums = weights.cumsum(-1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CPU_CACHE_GIB = 1.0
-"""Keys and values on a CPU where nothing else is said: vLLM would take most of the CPU RAM."""
+"""Keys and values on a CPU by default: vLLM would take most of the CPU RAM."""
 SLEEP_LEVEL = 2
 """vLLM's level at which weights are forgotten, too: they come anew before they are used."""
 
