@@ -251,5 +251,3 @@ def test_arguments_of_a_generator_are_bound_or_columns():
     assert replies_to(episodes_of(pickle.loads(pickle.dumps(played)), size=1), 0, "2") == ["1 left"]
     with pytest.raises(ValueError, match="parameter 'start' is no column"):
         check_columns(Environment(environments.countdown, 4), [])
-    with pytest.raises(ValueError, match="expected a generator function"):
-        GeneratorEnvironment(environments.guess)

@@ -130,14 +130,9 @@ class GeneratorEnvironment:
 
     Args:
         function: The generator function; it takes the columns, ``prompt`` and ``rng`` that it names.
-
-    Raises:
-        ValueError: On construction, if ``function`` is no generator function.
     """
 
     def __init__(self, function: Callable[..., Generator[Any, str, Any]]) -> None:
-        if not inspect.isgeneratorfunction(function):
-            raise ValueError(f"function: expected a generator function (def with yield), got {function!r:.80}")
         self.function = function
         keyword = inspect.Parameter.KEYWORD_ONLY
         bound = function.keywords if isinstance(function, partial) else {}
