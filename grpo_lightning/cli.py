@@ -125,8 +125,8 @@ def _check_composition(asked: argparse.Namespace) -> None:
 def _hydra_target_problems(cfg: DictConfig) -> list[str]:
     """What is wrong with the code that Hydra's own settings name: it is run before a job's settings are checked."""
     wrong = []
-    parts: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
-    trusted = targets.trusted_packages({"trusted": OmegaConf.to_container(cfg.trusted)})
+    config: Any = OmegaConf.to_container(cfg, resolve=False)
+    parts, trusted = config["hydra"], targets.trusted_packages(config)
     allowed = (*targets.ALLOWED_TARGETS, *targets.HYDRA_TARGETS, *_LOG_CLASSES)
     for part in ("callbacks", "launcher", "sweeper", "job_logging", "hydra_logging"):
         for key, name in targets.find_targets(parts[part], f"hydra.{part}", ("_target_", "()", "class", "factory")):

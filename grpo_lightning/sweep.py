@@ -58,12 +58,12 @@ def name_by_differences(config: DictConfig) -> None:
     common = {override.key_or_group for override in parsed} - {override.key_or_group for override in swept}
     excluded = sorted({*config.hydra.job.config.override_dirname.exclude_keys, *common})
     subdir = OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-    swept_words = [str(override.input_line) for override in swept]
+    words = [str(override.input_line) for override in swept]
+    differs = words or config.hydra.get("sweeper", {}).get("params")
+    makes_name = differs and all("/" not in word and len(word) <= _MAX_NAME for word in words)
     with open_dict(config):
         config.hydra.overrides.hydra.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(excluded)}]")
-        if subdir == _SUBDIR and any(
-            "/" in word or len(word) > _MAX_NAME or redact_overrides([word]) != [word] for word in swept_words
-        ):
+        if subdir == _SUBDIR and not (makes_name and redact_overrides(words) == words):
             config.hydra.overrides.hydra.append("hydra.sweep.subdir=${hydra.job.num}")
 
 

@@ -212,6 +212,7 @@ def test_help_is_readable_and_mistakes_are_told_in_a_sentence():
         (["--help"], 0, "algorithm: cispo, dapo, dr_grpo, gmpo, grpo"),
         (["--lr", "1e-3"], 1, "optimizer.lr"),
         (["rollout.group_sise=4"], 1, "rollout.group_size"),
+        (["trusted=trl"], 1, "trusted=trl"),
         (["-m", "hydra.run.dir=x"], 1, "hydra.run.dir=x: it has no effect with -m; use hydra.sweep.dir=x"),
         (["+hydra.callbacks.x={_target_: os.system}"], 1, "hydra.callbacks.x._target_=os.system"),
     ):

@@ -100,13 +100,13 @@ def test_errors_are_sentences():
     assert describe_error(ValueError()) == "ValueError"
 
 
-def test_logs_have_tracebacks_in_the_file_only(capsys, monkeypatch):
+def test_logs_have_tracebacks_in_the_file_only(capsys, caplog, monkeypatch):
     log, logged = logging.getLogger("grpo_lightning"), StringIO()
     handlers = [logging.StreamHandler(logged), TerminalHandler()]
     for handler in handlers:
         handler.setFormatter(LineFormatter("%(message)s"))
         log.addHandler(handler)
-    monkeypatch.setattr(log, "level", logging.INFO)
+    caplog.set_level(logging.INFO, "grpo_lightning")
     try:
         log_line(f"step 3 \x1b {TOKEN}")  # is printed once
         try:

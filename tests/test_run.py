@@ -216,7 +216,7 @@ def test_options_of_the_trainer_that_end_or_thin_a_run_are_refused():
 
     for option, value in (
         *(("max_steps", 3), ("max_epochs", None), ("max_time", "00:04:00:00"), ("limit_train_batches", 0.5)),
-        *(("limit_val_batches", 0), ("accumulate_grad_batches", 2), ("gradient_clip_algorithm", "value")),
+        *(("limit_val_batches", 0), ("accumulate_grad_batches", 2), ("gradient_clip_val", 1.0)),
     ):
         with pytest.raises(ConfigError, match=f"trainer.{option}="):
             check(option, value)

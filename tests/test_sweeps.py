@@ -183,5 +183,5 @@ def test_directories_of_jobs_are_named_by_what_differs():
 
     excluded = "hydra.job.config.override_dirname.exclude_keys=[algorithm,run_dir,steps]"
     assert named("seed=0,1", "algorithm=dapo", "steps=3") == [excluded]
-    for no_name in ("policy.path=a/b,a/c", "+reward.judge.api_key=one,two"):
+    for no_name in ("policy.path=a/b,a/c", "+reward.judge.api_key=one,two", "seed=0"):
         assert named(no_name)[1:] == ["hydra.sweep.subdir=${hydra.job.num}"]
