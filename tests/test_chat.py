@@ -74,8 +74,12 @@ def plain(tokenizer) -> ChatReplies:
 TOOLS = ("qwen2_5", "qwen3", "llama3")
 
 
-@pytest.mark.parametrize("name, role", [*((name, "user") for name in FAMILIES), *((name, "tool") for name in TOOLS)])
-def test_replies_are_as_the_models_own_template_has_them(name, role):
+def test_replies_are_as_the_models_own_template_has_them():
+    for name, role in (*((name, "user") for name in FAMILIES), *((name, "tool") for name in TOOLS)):
+        check_replies(name, role)
+
+
+def check_replies(name, role):
     replies = made(name)
     tokenizer = replies._tokenizer
     talk = [("user", "12 + 34?"), ("assistant", "I think 40"), (role, "higher,\n not 40"), ("assistant", "then 46")]
@@ -196,29 +200,20 @@ def test_a_warning_says_once_that_a_template_drops_thoughts(caplog):
         assert caplog.text.count("drops thoughts") == ((name, role, kwargs) in dropping)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "llama3", "gemma", "mistral_v0_2", "mistral_v0_3", "phi3"])
-def test_no_reply_brings_special_tokens(name):
-    replies = made(name)
-    frame, tokenizer = replies._frame("user"), replies._tokenizer
-    special, texts = special_ids(tokenizer), special_texts(tokenizer)
-    assert {tokenizer.convert_tokens_to_ids(one) for one in texts} == special
-    pieces = [
-        *texts,
-        *(one[:4] for one in texts),
-        *(one[4:] for one in texts),
-        "[INST]",
-        "[/INST]",
-        "\n",
-        "a",
-        " ",
-        "<",
-    ]
+def test_no_reply_brings_special_tokens():
     chance = random.Random(0)
-    for _ in range(300):
-        hostile = "".join(chance.choice(pieces) for _ in range(chance.randint(1, 12)))
-        ids = replies.ids(hostile, after=None)
-        assert tuple(one for one in ids if one in special) == frame.special, hostile
-        assert not frame.forbidden.search(frame.forbidden.sub(" ", hostile))
+    for name in ("qwen2_5", "llama3", "gemma", "mistral_v0_2", "mistral_v0_3", "phi3"):
+        replies = made(name)
+        frame, tokenizer = replies._frame("user"), replies._tokenizer
+        special, texts = special_ids(tokenizer), special_texts(tokenizer)
+        assert {tokenizer.convert_tokens_to_ids(one) for one in texts} == special
+        halves = [half for one in texts for half in (one[:4], one[4:])]
+        pieces = [*texts, *halves, "[INST]", "[/INST]", "\n", "a", " ", "<"]
+        for _ in range(300):
+            hostile = "".join(chance.choice(pieces) for _ in range(chance.randint(1, 12)))
+            ids = replies.ids(hostile, after=None)
+            assert tuple(one for one in ids if one in special) == frame.special, hostile
+            assert not frame.forbidden.search(frame.forbidden.sub(" ", hostile))
 
 
 def test_no_reply_speaks_for_another_role():

@@ -306,7 +306,7 @@ class Policy(nn.Module, ABC):
             ValueError: The chat template does not show replies as they are, or the model cannot read one.
         """
         if not (ids := self.replies.ids(text, role=role or self.reply_role, after=after)):
-            raise ValueError(f"the reply {text[:80]!r} has no tokens: allowed are texts that the tokenizer can express")
+            raise ValueError(f"the reply {text[:80]!r} has no tokens: the tokenizer cannot express it")
         self._check_ids(text, ids)
         return ids
 
