@@ -21,7 +21,7 @@ USED_BY = {
     "bitsandbytes": set(),
     "datasets": {"data"},
     "fsspec": {"data"},  # comes with datasets
-    "httpx2": {"reward"},
+    "httpx2": {"reward", "sampler"},
     "gymnasium": {"environment/gymnasium.py"},
     "hydra": {"cli", "composition", "sweep"},
     "huggingface_hub": {"data"},  # comes with datasets, like yaml

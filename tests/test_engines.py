@@ -243,7 +243,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.policy = tiny()
-        self.log, self.keys, self.bodies, self.answers = [], [], [], {}
+        self.log, self.keys, self.bodies, self.answers, self.drops = [], [], [], {}, 0
         self.lock = threading.Lock()
 
     @property
@@ -283,6 +283,10 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, asked):
         server = self.server
         with server.lock:
+            if server.drops:  # the connection ends without an answer
+                server.drops -= 1
+                self.close_connection = True
+                return
             server.log.append(self.path)
             server.bodies.append(asked)
             server.keys.append(self.headers.get("Authorization"))
@@ -355,7 +359,7 @@ def test_a_server_is_asked_for_the_filters_and_log_probabilities_are_those_of_th
 def test_a_key_comes_from_the_environment_and_goes_to_this_server_only(server, sampler, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret-of-a-test")
     server.answers["/v1/models"] = (302, {})
-    with pytest.raises(RuntimeError, match=r"/v1/models: no answer") as caught:
+    with pytest.raises(RuntimeError, match=r"/v1/models: status 302") as caught:
         sample(sampler, tiny())
     assert server.keys == ["Bearer secret-of-a-test"]
     assert "secret-of-a-test" not in str(caught.value)
@@ -378,6 +382,15 @@ def test_a_key_comes_from_the_environment_and_goes_to_this_server_only(server, s
 def test_wrong_answers_of_a_server_are_errors(server, sampler, path, answer, problem):
     server.answers[path] = answer
     with pytest.raises((RuntimeError, ValueError), match=problem):
+        sample(sampler, tiny())
+
+
+def test_a_lost_connection_is_made_again_and_the_first_error_counts(server, sampler):
+    expected = sample(sampler, tiny())
+    server.drops = 3
+    assert torch.equal(sample(sampler, tiny()).ids, expected.ids)
+    server.answers["/v1/completions"] = server.answers["/abort_requests"] = (500, {"error": "broken"})
+    with pytest.raises(RuntimeError, match="/v1/completions: status 500"):
         sample(sampler, tiny())
 
 

@@ -4,20 +4,20 @@ docs/engines.md says how the server is started. A key is read from the environme
 anywhere.
 """
 
-import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request as HTTPRequest
-from urllib.request import urlopen
 
+import httpx2
 import torch
 from safetensors.torch import save_file
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 KEY = "VLLM_API_KEY"
 MAX_CONCURRENT = 64
 """Requests that wait for an answer at a time; each is one prompt with all its completions."""
+_ATTEMPTS = 4
+"""Tries of a request whose connection is refused or lost."""
 _POLL_EVERY = 0.2
 """Seconds between two polls."""
 _NEUTRAL = {
@@ -101,7 +103,8 @@ class VLLMServer(EngineSampler):
             completions = [completion for answer in answers for completion in answer.result()]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            self._server.post("/abort_requests", {})  # what has begun is of no use to anybody
+            with suppress(RuntimeError):  # the first error counts
+                self._server.post("/abort_requests", {})  # the other completions are of no use to anybody
             raise
         pool.shutdown()
         finished = [row for row, completion in enumerate(completions) if completion.finished]
@@ -165,7 +168,7 @@ def _make(place: Path) -> None:
 
 
 class Connection:
-    """Requests to one server.
+    """Requests to one server, over connections that are kept open; a lost one is made again.
 
     Args:
         url: http://HOST:PORT or https://HOST:PORT.
@@ -184,26 +187,36 @@ class Connection:
                 f"environment variable {KEY}"
             )
         self.url, self._timeout = url.rstrip("/"), timeout
+        self._is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
+
+    @cached_property
+    def _client(self) -> httpx2.Client:
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
+        limits = httpx2.Limits(max_connections=MAX_CONCURRENT + 1, max_keepalive_connections=MAX_CONCURRENT + 1)
+        return httpx2.Client(timeout=self._timeout, limits=limits, trust_env=not self._is_local)
 
     def get(self, path: str) -> Any:
         """The answer to a request without content."""
-        return self._send(HTTPRequest(f"{self.url}{path}"))
+        return self._send("GET", path, None)
 
     def post(self, path: str, content: Any) -> Any:
         """The answer to a request; an empty one is an empty mapping."""
-        data = json.dumps(content).encode()
-        return self._send(HTTPRequest(f"{self.url}{path}", data=data, headers={"Content-Type": "application/json"}))
+        return self._send("POST", path, content)
 
-    def _send(self, request: HTTPRequest) -> Any:
-        key = os.environ.get(KEY, "").strip()  # without the line end that files have
-        if key:
-            request.add_unredirected_header("Authorization", f"Bearer {key}")
-        try:
-            with urlopen(request, timeout=self._timeout) as answer:
-                content = answer.read()
-        except HTTPError as error:
-            body = error.read(500).decode(errors="replace").replace(key or REDACTED, REDACTED)
-            raise RuntimeError(f"{request.full_url}: status {error.code}: {body}") from None
-        except (URLError, OSError) as error:
-            raise RuntimeError(f"{request.full_url}: no answer: {getattr(error, 'reason', error)}") from None
-        return json.loads(content) if content else {}
+    def _send(self, method: str, path: str, content: Any) -> Any:
+        url, key = f"{self.url}{path}", os.environ.get(KEY, "").strip()  # without the line end that files have
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for attempt in range(_ATTEMPTS):
+            try:
+                answer = self._client.request(method, url, json=content, headers=headers)
+                break
+            except httpx2.TimeoutException as error:
+                raise RuntimeError(f"{url}: no answer in sampler.timeout={self._timeout:g} seconds") from error
+            except httpx2.TransportError as error:  # the same request again: its seed makes the same completions
+                if attempt == _ATTEMPTS - 1:
+                    raise RuntimeError(f"{url}: no answer: {error}") from None
+                time.sleep(0.1 * 2**attempt)
+        if not answer.is_success:
+            body = answer.text[:500].replace(key or REDACTED, REDACTED)
+            raise RuntimeError(f"{url}: status {answer.status_code}: {body}")
+        return answer.json() if answer.content else {}
