@@ -91,7 +91,7 @@ def _explain_unread(words: Sequence[str], unread: Sequence[str]) -> str:
     if options := [word for word in unread if word.startswith("-")]:
         following = words[words.index(options[0]) + 1 :]
         return unknown_option(options[0], next(iter(following), None), known_keys(CONF))
-    return f"{single_line(unread[0])}: options such as -m need to stand before all overrides, or behind them"
+    return f"{single_line(unread[0])}: options such as -m must stand before all overrides, or behind them"
 
 
 def _check_composition(asked: argparse.Namespace) -> None:
@@ -115,8 +115,8 @@ def _check_composition(asked: argparse.Namespace) -> None:
     wrong = _hydra_target_problems(cfg)
     for key, _, value in (word.lstrip("+").partition("=") for word in asked.overrides):
         if key == unused:
-            without = "with" if is_sweep else "without"
-            wrong.append(f"{key}={value}: it has no effect {without} -m; use {format_override(used, value)}")
+            mode = "with -m" if is_sweep else "without -m"
+            wrong.append(f"{key}={value}: it has no effect {mode}; use {format_override(used, value)}")
     wrong += directory_problems({used: OmegaConf.select(cfg, used)})
     if wrong:
         sys.exit(redact("the settings cannot work:\n" + "\n".join(f"  {problem}" for problem in wrong)))

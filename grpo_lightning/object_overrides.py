@@ -98,10 +98,8 @@ def _policy(result: ObjectOverrides, value: Any) -> None:
     else:
         model, tokenizer = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         if not isinstance(model, nn.Module):
-            told = (
-                "(model, tokenizer), a module whose forward(ids) gives logits, a path or name on the hub, or a Policy"
-            )
-            raise _unfit("policy", value, told)
+            forms = "a module whose forward(ids) gives logits, a path or name on the hub, or a Policy"
+            raise _unfit("policy", value, f"(model, tokenizer), {forms}")
         is_hf = hasattr(model, "generation_config")
         if is_hf and tokenizer is None:
             raise ValueError("policy: a transformers model needs its tokenizer; hand over (model, tokenizer)")
@@ -147,9 +145,8 @@ def _data(result: ObjectOverrides, value: Any) -> None:
         kind = "jsonl" if Path(value).suffix in _FILES else "hub"
         result.overrides.extend([f"data={kind}", f"data.path={quote_value(str(value))}"])
     else:
-        splits = {
-            name: _rows(rows) for name, rows in (value if isinstance(value, Mapping) else {"train": value}).items()
-        }
+        named = value if isinstance(value, Mapping) else {"train": value}
+        splits = {name: _rows(rows) for name, rows in named.items()}
         if "train" not in splits or not splits.keys() <= {"train", "validation"} or None in splits.values():
             forms = "a path, a PromptData, or a mapping with train and, if wanted, validation"
             raise _unfit("data", value, f"rows, a data set, {forms}")

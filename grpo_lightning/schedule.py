@@ -73,7 +73,7 @@ class Linear(Schedule):
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ValueError(f"steps={self.steps}: allowed is an integer >= 1")
+            raise ValueError(f"steps={self.steps}: must be an integer >= 1")
 
     def value_at(self, step: int) -> float:
         value = self.start + (self.end - self.start) * self._fraction(min(max(step - self.begin, 0) / self.steps, 1.0))
@@ -108,7 +108,7 @@ class Piecewise(Schedule):
     def __post_init__(self) -> None:
         if len(self.values) != len(self.borders) + 1 or list(self.borders) != sorted(set(self.borders)):
             raise ValueError(
-                f"values={list(self.values)}, borders={list(self.borders)}: borders need to increase, with one value "
+                f"values={list(self.values)}, borders={list(self.borders)}: borders must increase, with one value "
                 "more than there are borders"
             )
 
@@ -139,7 +139,7 @@ class Proportional(Schedule):
 
     def __post_init__(self) -> None:
         if self.target <= 0:
-            raise ValueError(f"target={self.target}: allowed is a number > 0")
+            raise ValueError(f"target={self.target}: must be a number > 0")
         self.value = self.start
 
     def value_at(self, step: int) -> float:
