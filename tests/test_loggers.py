@@ -16,7 +16,6 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-import grpo_lightning
 from grpo_lightning.callbacks.tensorboard import chart_layout, hparams_columns
 from grpo_lightning.logger.base import SafeLogger, TensorBoardLogger, load_run_id, save_run_id
 from grpo_lightning.logger.csv import CSVLogger, read_rows, rewind, write_rows
@@ -352,20 +351,3 @@ def test_a_run_keeps_its_identifier(tmp_path):
     assert load_run_id(file) is None
     save_run_id(file, "ab12-c_d")
     assert load_run_id(file) == "ab12-c_d"
-
-
-@pytest.mark.slow
-def test_a_program_names_loggers_or_hands_them_over(tmp_path):
-    mine = loggers.CSVLogger(tmp_path / "mine")
-    for number, (given, kinds) in enumerate(
-        [
-            (["csv", mine], ["CSVLogger", "CSVLogger"]),
-            ("csv", ["CSVLogger"]),
-            ({"mine": mine}, ["CSVLogger"]),
-            (False, []),
-        ]
-    ):
-        run = grpo_lightning.compose(*SMALL, run_dir=tmp_path / str(number), logger=given)
-        assert [type(logger).__name__ for logger in run.trainer.loggers] == kinds
-    with pytest.raises(ValueError, match=r"logger=3"):
-        grpo_lightning.compose(*SMALL, run_dir=tmp_path, logger=3)

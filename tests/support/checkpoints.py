@@ -1,6 +1,7 @@
 """Small random checkpoints of real architectures, with real tokenizers, written to disk by the tests."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -89,10 +90,6 @@ def write_checkpoint(
     torch.manual_seed(seed)
     ids = {"vocab_size": len(words), "bos_token_id": None, "eos_token_id": words.eos_token_id, "pad_token_id": None}
     model = ARCHITECTURES[architecture](**ids, **sizes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)  # far from uniform, so that errors show
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.3,
@@ -101,20 +98,21 @@ def write_checkpoint(
         repetition_penalty=1.7,
         eos_token_id=sorted({words.eos_token_id, words.convert_tokens_to_ids("<|endoftext|>")}),
     )
+    return _save(directory, model, words)
+
+
+def _save(directory: Path, model: Any, words: PreTrainedTokenizerFast) -> Path:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)  # far from uniform, so that errors show
     model.save_pretrained(directory)
     words.save_pretrained(directory)
     return directory
 
 
 def write_reward_model(
-    directory: Path,
-    architecture: str,
-    *,
-    chat: bool,
-    pad: bool = True,
-    labels: int = 1,
-    seed: int = 0,
-    **sizes: int,
+    directory: Path, architecture: str, *, chat: bool, pad: bool = True, labels: int = 1, seed: int = 0, **sizes: int
 ) -> Path:
     """A sequence-classification model; ``pad=False``: neither it nor its tokenizer names a padding token."""
     words = tokenizer(chat=chat, pad=pad)
@@ -123,10 +121,4 @@ def write_reward_model(
     config = ARCHITECTURES[architecture](vocab_size=len(words), **ids, **sizes).config
     config.num_labels = labels
     model = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)  # far from 0, so that errors show
-    model.save_pretrained(directory)
-    words.save_pretrained(directory)
-    return directory
+    return _save(directory, model, words)
