@@ -21,70 +21,39 @@ _FIRST_CAPACITY = {"cpu": 64, "cuda": 256}
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a policy's model, with its adapter.
+    """The sizes of a policy's model, with its adapter."""
 
-    Args:
-        trained: Parameters that are trained.
-        frozen: Parameters that are not.
-        body: Parameters of the decoder layers' matrices, without an adapter.
-        hidden: Size of a hidden state.
-        layers: Decoder layers.
-        intermediate: Width of the feed-forward layers.
-        vocabulary: Tokens of the vocabulary.
-        keys: Width of a layer's keys: key heads times their size.
-    """
-
-    trained: int
-    frozen: int
-    body: int
-    hidden: int
-    layers: int
-    intermediate: int
-    vocabulary: int
-    keys: int
+    trained: int  # parameters that are trained
+    frozen: int  # parameters that are not
+    body: int  # parameters of the decoder layers' matrices, without an adapter
+    hidden: int  # size of a hidden state
+    layers: int  # decoder layers
+    intermediate: int  # width of the feed-forward layers
+    vocabulary: int  # tokens of the vocabulary
+    keys: int  # width of a layer's keys: key heads times their size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a run does with its model.
+    """What a run does with its model; sizes are those of one process."""
 
-    Args:
-        prompts: Prompts of a rollout, of one process.
-        group_size: Completions per prompt.
-        prompt_tokens: Length of every prompt.
-        completion_tokens: Length of every completion.
-        microbatch_tokens: Most tokens in one forward pass of an update.
-        device: cpu or cuda.
-        is_half: Whether the precision is bf16-mixed.
-        state_bytes: The optimizer's bytes per trained parameter: 8 for AdamW, about 2 with 8-bit states.
-        frozen_bytes: Bytes of a parameter that is not trained: 4, 2, about 1 (8bit) or 0.5 (4bit).
-        reference_bytes: Bytes of a parameter of the reference; 0 without one of its own.
-        shards: Processes over which weights, gradients and optimizer are divided.
-        minibatches: Optimizer steps in one pass over a rollout.
-        checkpointing: Whether gradient checkpointing is on.
-        shares_prompts: Whether a prompt is computed and kept once for its group.
-        offloads: Whether activations wait in CPU RAM for the backward pass.
-        copy_bytes: Bytes of a number in the sampler's copy of the weights; 0 where it makes none.
-        kv_cache_bytes: Most bytes of keys and values at a time; None: any number.
-    """
-
-    prompts: int
-    group_size: int
-    prompt_tokens: int
-    completion_tokens: int
-    microbatch_tokens: int
-    device: str = "cpu"
-    is_half: bool = False
-    state_bytes: float = 8.0
-    frozen_bytes: float = 4.0
-    reference_bytes: float = 0.0
-    shards: int = 1
-    minibatches: int = 1
-    checkpointing: bool = False
-    shares_prompts: bool = True
-    offloads: bool = False
-    copy_bytes: float = 0.0
-    kv_cache_bytes: float | None = None
+    prompts: int  # prompts of a rollout
+    group_size: int  # completions per prompt
+    prompt_tokens: int  # length of every prompt
+    completion_tokens: int  # length of every completion
+    microbatch_tokens: int  # most tokens in one forward pass of an update
+    device: str = "cpu"  # or cuda
+    is_half: bool = False  # whether the precision is bf16-mixed
+    state_bytes: float = 8.0  # the optimizer's, per trained parameter: 8 for AdamW, about 2 with 8-bit states
+    frozen_bytes: float = 4.0  # of a parameter that is not trained: 4, 2, about 1 (8bit) or 0.5 (4bit)
+    reference_bytes: float = 0.0  # of a parameter of the reference; 0 without one of its own
+    shards: int = 1  # processes over which weights, gradients and optimizer are divided
+    minibatches: int = 1  # optimizer steps in one pass over a rollout
+    checkpointing: bool = False  # whether gradient checkpointing is on
+    shares_prompts: bool = True  # whether a prompt is computed and kept once for its group
+    offloads: bool = False  # whether activations wait in CPU RAM for the backward pass
+    copy_bytes: float = 0.0  # of a number in the sampler's copy of the weights; 0 where it makes none
+    kv_cache_bytes: float | None = None  # most bytes of keys and values at a time; None: any number
 
 
 def predict(shape: Shape, load: Workload) -> dict[str, float]:

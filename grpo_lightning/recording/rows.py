@@ -22,13 +22,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class RecordedRollout:
     """A rollout read from its file."""
 
-    header: Mapping[str, Any]
-    """The first line of the file."""
+    header: Mapping[str, Any]  # the first line of the file
     scored: Scored
-    ref_logprobs: Tensor
-    """[B, T] under the reference; zeros where none was used."""
-    logprobs: Tensor
-    """[B, T] as the only optimizer step computed them; the sampler's where there were several, or none."""
+    ref_logprobs: Tensor  # [B, T] under the reference; zeros where none was used
+    logprobs: Tensor  # [B, T] as the only optimizer step computed them; the sampler's where there were several, or none
 
 
 def fingerprint(policy: nn.Module) -> str:

@@ -32,12 +32,9 @@ class ReplayedMetrics:
     """Metrics of a rollout as logged and as replayed."""
 
     step: int
-    metrics: dict[str, tuple[float | None, float | None]]
-    """Name -> (logged, replayed)."""
-    approximate: dict[str, str]
-    """Name -> why the two may differ even with the settings of the run."""
-    called: list[str]
-    """The rewards that were computed again."""
+    metrics: dict[str, tuple[float | None, float | None]]  # name -> (logged, replayed)
+    approximate: dict[str, str]  # name -> why the two may differ even with the settings of the run
+    called: list[str]  # the rewards that were computed again
 
 
 class _NoTokens:

@@ -35,20 +35,16 @@ class Line:
     """A metric of all runs of the same settings; estimates are over seeds, several runs of one count by their mean."""
 
     settings: Mapping[str, str]
-    seeds: Mapping[str, float]
-    """Seed -> last value."""
+    seeds: Mapping[str, float]  # seed -> last value
     last: Estimate
     first: Estimate | None
     mean: Estimate | None
-    deviation: Estimate | None
-    """Of each run's values over its steps, like ``mean``."""
+    deviation: Estimate | None  # of each run's values over its steps, like ``mean``
     lowest: float | None
     highest: float | None
-    curve: Mapping[int, Estimate]
-    """Step -> the values there; empty unless curves were read."""
+    curve: Mapping[int, Estimate]  # step -> the values there; empty unless curves were read
     best: bool = False
-    difference: Estimate | None = None
-    """Of the last value from the baseline's, paired by the seeds that both have."""
+    difference: Estimate | None = None  # of the last value from the baseline's, paired by the seeds that both have
 
     @property
     def label(self) -> str:
@@ -60,19 +56,13 @@ class Line:
 class Comparison:
     """Runs sorted into lines, by metric."""
 
-    keys: Sequence[str]
-    """In which the lines differ."""
-    lines: Mapping[str, Sequence[Line]]
-    """Metric -> its lines."""
+    keys: Sequence[str]  # in which the lines differ
+    lines: Mapping[str, Sequence[Line]]  # metric -> its lines
     runs: Sequence[RunRecord]
-    unfinished: Sequence[RunRecord]
-    """Runs that do not count: failed, running, killed, missing."""
-    at: Sequence[int]
-    """Steps whose values are shown."""
-    deviation: bool
-    """Whether the standard deviation over a run's steps is shown."""
-    baseline: str | None
-    """KEY=VALUE"""
+    unfinished: Sequence[RunRecord]  # runs that do not count: failed, running, killed, missing
+    at: Sequence[int]  # steps whose values are shown
+    deviation: bool  # whether the standard deviation over a run's steps is shown
+    baseline: str | None  # KEY=VALUE
     notes: Sequence[str]
 
 

@@ -30,8 +30,7 @@ class ReportError(ValueError):
 class RunRecord:
     """A run, read from its files."""
 
-    directory: Path
-    """Of a missing job: its sweep's directory."""
+    directory: Path  # of a missing job: its sweep's directory
     overrides: tuple[str, ...]
     status: str
     """finished, stopped (by a callback), failed, interrupted, preempted, running, killed (no end was recorded) or
