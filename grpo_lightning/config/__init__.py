@@ -38,7 +38,7 @@ _PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 """Logger -> the package that it needs, which is also the extra of this project that installs it."""
 _SANDBOXED = ("grpo_lightning.reward.code.code", "grpo_lightning.environment.python.Python")
 _JUDGE = "grpo_lightning.reward.judge.ChatJudge"
-TRIED = (
+_SELF_CHECKING = (
     *(f"grpo_lightning.reward.format.{name}" for name in ("pattern", "keyword", "json_schema", "reasoning_steps")),
     *(f"grpo_lightning.reward.length.{name}" for name in ("length", "repetition")),
     *("grpo_lightning.reward.countdown.countdown", "grpo_lightning.reward.code.code", _JUDGE),
@@ -117,7 +117,7 @@ def _function_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """What reward functions and environments of this project say of their own settings."""
     for key, node in each_target(config):
         settings = {name: value for name, value in node.items() if not name.startswith("_")}
-        if node["_target_"] not in TRIED or any(value_at(value, "_target_") for value in settings.values()):
+        if node["_target_"] not in _SELF_CHECKING or any(value_at(value, "_target_") for value in settings.values()):
             continue
         module, _, name = node["_target_"].rpartition(".")
         function = getattr(import_module(module), name)

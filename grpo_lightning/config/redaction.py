@@ -46,8 +46,8 @@ def is_secret_key(key: str) -> bool:
 def redact(text: str) -> str:
     """``text`` without keys of well-known services and without the values of settings that are named as secrets."""
     text = _TOKEN.sub(REDACTED, text)
-    text = _PAIR.sub(lambda found: f"{found[1]}{REDACTED}" if is_secret_key(found[2]) else found[0], text)
-    return _SETTING.sub(lambda found: f"{found[1]}={REDACTED}" if is_secret_key(found[1]) else found[0], text)
+    text = _PAIR.sub(lambda match: f"{match[1]}{REDACTED}" if is_secret_key(match[2]) else match[0], text)
+    return _SETTING.sub(lambda match: f"{match[1]}={REDACTED}" if is_secret_key(match[1]) else match[0], text)
 
 
 def redact_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,9 +68,9 @@ def _word(word: str) -> str:
 
 def _redact_value(value: Any, is_secret: bool) -> Any:
     if isinstance(value, Mapping):
-        return {key: _redact_value(one, is_secret or is_secret_key(str(key))) for key, one in value.items()}
+        return {key: _redact_value(item, is_secret or is_secret_key(str(key))) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_redact_value(one, is_secret) for one in value]
+        return [_redact_value(item, is_secret) for item in value]
     is_reference = isinstance(value, str) and value.startswith("${") and value.endswith("}")
     if is_secret and value is not None and not is_reference:
         return REDACTED
@@ -83,7 +83,7 @@ def escape_control(text: str) -> str:
     Completions and the messages of exceptions may hold sequences that clear a terminal, rename its window or turn the
     direction of writing around.
     """
-    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
+    return _CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
 
 
 def single_line(text: str) -> str:

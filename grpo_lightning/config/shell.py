@@ -1,4 +1,4 @@
-"""Words of a command that is offered to users, as a shell and Hydra read them back."""
+"""Commands as users type them: overrides in quotes for Hydra and the shell."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ _PLAIN = re.compile(r"[\w/.:+@%-]+", re.ASCII)
 def format_override(key: str, value: Any) -> str:
     """A setting as users type it: ``'reward=[exact,format]'``."""
     if isinstance(value, list | tuple):
-        return shlex.quote(f"{key}=[{','.join(quote_value(str(one)) for one in value)}]")
+        return shlex.quote(f"{key}=[{','.join(quote_value(str(item)) for item in value)}]")
     return shlex.quote(f"{key}={quote_value(str(value))}")
 
 
@@ -22,7 +22,7 @@ def command_name() -> str:
 
 
 def command_words() -> list[str]:
-    """The words that start the command line; in a program of one's own those of this package's own command."""
+    """The words that start the command line, such as ``python train.py`` or ``grpo-lightning``."""
     script = Path(sys.argv[0])
     if script.name in ("train.py", "grpo-lightning"):
         return ["python", sys.argv[0]] if script.suffix else [script.name]
@@ -32,13 +32,13 @@ def command_words() -> list[str]:
 
 def config_path_words() -> list[str]:
     """The words by which the command line says where settings are found, such as ``--config-dir conf``."""
-    found = []
+    words_of_paths = []
     for number, word in enumerate(words := sys.argv[1:]):
         if word.startswith(("--config-", "-cd", "-cn", "-cp")):
-            found += words[number : number + (1 if "=" in word else 2)]
+            words_of_paths += words[number : number + (1 if "=" in word else 2)]
         elif word.lstrip("+").startswith("hydra.searchpath="):
-            found.append(word)
-    return found
+            words_of_paths.append(word)
+    return words_of_paths
 
 
 def quote_value(value: str) -> str:

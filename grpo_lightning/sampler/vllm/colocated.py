@@ -53,7 +53,7 @@ class VLLM(EngineSampler):
         tensor_parallel_size: Processes that share one engine's weights.
         enforce_eager: Whether it starts without compilation and CUDA graphs.
         sleep: Whether it gives a GPU's memory back while the policy trains.
-        engine: Further arguments of ``vllm.LLM``, of those in `config.consistency.ENGINE`.
+        engine: Further arguments of ``vllm.LLM``, those that `config.consistency.engine_problems` allows.
 
     Raises:
         ValueError: vLLM is not installed, or ``engine`` holds what it may not.
