@@ -119,12 +119,14 @@ from tests.test_reward_workers import processes
 if __name__ == "__main__":
     workers.MAX_WORKERS = 2
     [one.result() for one in [workers.submit(hostile.double, {"value": 1}, seconds=9) for _ in range(4)]]
+    before = processes()
     child = os.fork()
     if not child:  # it starts workers of its own
         value = workers.submit(hostile.double, {"value": 2}, seconds=9).result()
         workers.close()
         os._exit(value)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    assert processes() == before  # and ends no others
     workers.submit(hostile.never_lets_python_run, {"value": 0}, seconds=2)
     time.sleep(0.5)
     Path(sys.argv[1]).write_text(" ".join(map(str, processes())))

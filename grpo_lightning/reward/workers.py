@@ -130,7 +130,7 @@ def close() -> None:
     pool, _pool = _pool, None
     if pool is not None:
         pool.stop()
-        for process in multiprocessing.active_children():
+        for process in multiprocessing.active_children() if not _is_forked else ():  # a fork's list has its parent's
             if process.name == "pebble_pool_worker":
                 process.kill()  # pebble would give every one that is busy some seconds
         pool.join()
