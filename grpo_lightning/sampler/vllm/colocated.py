@@ -20,7 +20,6 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import GiB
 from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, Request, RequestOptions
 from grpo_lightning.sampler.vllm.process_setup import (
-    check_head_size,
     cpu_arguments,
     launcher_environment,
     loader_warnings,
@@ -165,10 +164,7 @@ class VLLM(EngineSampler):
             self._dtype = policy.write_config(Path(folder))  # outside of what follows, where nothing is rounded
             if self.dtype is not None:
                 self._dtype = getattr(torch, self.dtype)
-            more = dict(self.engine)
-            if not on_gpu:
-                check_head_size(folder)
-                more |= cpu_arguments(folder, self.max_model_len)
+            more = self.engine if on_gpu else self.engine | cpu_arguments(folder, self.max_model_len)
             with outside_training(self._device):
                 from vllm import LLM
 

@@ -43,19 +43,9 @@ def cpu_arguments(folder: str, max_model_len: int | None) -> dict[str, Any]:
     Args:
         folder: With the model's configuration.
         max_model_len: Tokens that a request may have; None: the model's context.
-    """
-    longest = max_model_len or AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, longest)}
-
-
-def check_head_size(folder: str) -> None:
-    """Check that vLLM's kernels for CPUs can compute a model's attention: they do not say so themselves.
-
-    Args:
-        folder: With the model's configuration.
 
     Raises:
-        ValueError: Its heads have another size.
+        ValueError: vLLM has no kernels for the size of the model's attention heads, which it does not say itself.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -66,6 +56,8 @@ def check_head_size(folder: str) -> None:
             f"sampler=vllm: vLLM has no kernels for attention heads of size {size} on a CPU, only of "
             f"{', '.join(map(str, supported))}"
         )
+    longest = max_model_len or config.max_position_embeddings
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, longest)}
 
 
 @contextmanager
