@@ -11,8 +11,7 @@ import torch
 
 import grpo_lightning.preflight as package
 from grpo_lightning.config import ConfigError
-from grpo_lightning.preflight.advice import advice, page
-from grpo_lightning.preflight.group_signal import signal_share
+from grpo_lightning.preflight import advice, page, signal_share
 from grpo_lightning.run import Run
 from tests.support.composed import build, composed
 from tests.support.running import SMALL

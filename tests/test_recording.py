@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_lightning import recording
-from grpo_lightning.recording.rows import decode, encode, fingerprint, from_lines, to_lines
+from grpo_lightning.recording import decode, encode, fingerprint, from_lines, to_lines
 from grpo_lightning.types import Prompts, Rollout, Sampled, SamplingSupport, Scored
 from tests.support.composed import HEADER
 

@@ -10,7 +10,7 @@ from lightning import Callback, LightningModule, Trainer
 from grpo_lightning import __version__, recording
 from grpo_lightning.config.redaction import single_line
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.recording.rows import fingerprint, to_lines
+from grpo_lightning.recording import fingerprint, to_lines
 from grpo_lightning.rollout.collector import Collected
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_lightning.config.redaction import redact_config
 from grpo_lightning.loss import PolicyLoss
-from grpo_lightning.recording.rows import RecordedRollout
+from grpo_lightning.recording import RecordedRollout
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import advantage_metrics, sampled_metrics, token_metrics

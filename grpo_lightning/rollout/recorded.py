@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_lightning import recording
 from grpo_lightning.config.shell import format_override
 from grpo_lightning.policy import Policy
-from grpo_lightning.recording.rows import RecordedRollout, fingerprint, from_lines
+from grpo_lightning.recording import RecordedRollout, fingerprint, from_lines
 from grpo_lightning.rollout.collector import Collected, Collector, advantage_metrics, sampled_metrics, token_metrics
 from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.types import Prompts, Scored
