@@ -32,7 +32,7 @@ def test_a_calculator_is_learned_by_a_run_that_was_killed(sampler, taught, url, 
     }[sampler]
     run = tmp_path / "run"
     words = [f"sampler={sampler}", *engine, "experiment=calculator", f"policy.path={taught}", "steps=20"]
-    kill = "+callbacks.kill={_target_: tests.support.killing.Kill, step: 8, moment: rollout}"
+    kill = "+callbacks.kill={_target_: tests.support.killing.Kill, step: 8, moment: update}"
     words.append("callbacks.checkpoint.every=1")
     killed = train(run, *words, kill, check=False, GRPO_TEST_MARK=str(tmp_path / "mark"))
     assert killed.returncode in (-9, 137), killed.stderr[-3000:]
