@@ -190,8 +190,8 @@ def test_what_cannot_be_a_part_is_refused():
     ):
         with pytest.raises(ValueError, match=f"{word}: .* is given as an object, too; choose one of the two"):
             grpo.compose(word, **parts)
-    with pytest.raises(ConfigError, match="steps=0"):
-        grpo.compose("steps=0", reward=letters, data=ROWS)
+    with pytest.raises(ConfigError, match="steps=-1"):
+        grpo.compose("steps=-1", reward=letters, data=ROWS)
 
 
 @pytest.mark.slow

@@ -58,8 +58,8 @@ def test_values_of_a_wrong_type_or_out_of_range():
         {
             "optimizer.lr=nan": "optimizer.lr=nan: must be a number >= 0",
             "optimizer.lr=fast": "optimizer.lr=fast: must be a number >= 0",
-            "steps=2.5": "steps=2.5: must be an integer >= 1",
-            "steps=true": "steps=True: must be an integer >= 1",
+            "steps=2.5": "steps=2.5: must be an integer >= 0",
+            "steps=true": "steps=True: must be an integer >= 0",
             "seed=4294967296": "seed=4294967296: must be an integer from 0 to 4294967295",
             "mode=train": "mode=train: must be one of fit, validate, export",
             "rollout.temperature=inf": "rollout.temperature=inf: must be a number > 0",
@@ -255,7 +255,7 @@ def test_known_names_are_those_that_there_are():
 def test_the_command_line_answers_without_torch(tmp_path):
     for words, status, message in (
         (["--help"], 0, "python train.py algorithm=dapo"),
-        (["steps=0"], 1, "steps=0: must be"),
+        (["steps=-1"], 1, "steps=-1: must be"),
         (["loss.kl._target_=os.system"], 1, "loss.kl._target_=os.system"),
         (["reward=[accuracy,formt]"], 1, "the nearest is format"),
         (["num_generations=8"], 1, "is called rollout.group_size=8 here"),

@@ -226,6 +226,15 @@ def test_options_of_the_trainer_that_end_or_thin_a_run_are_refused():
         check_config(composed(f"trainer={path.stem}"))
 
 
+@pytest.mark.slow
+def test_a_run_of_no_steps_validates_and_exports(tmp_path):
+    module = small_run(tmp_path, "steps=0", "schedule=cosine", "callbacks=default")
+    assert module.completed_steps == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert 0 <= summary["metrics"]["val/pass@1"] <= 1
+
+
 def test_a_directory_with_more_than_an_export_is_not_replaced(tmp_path):
     export = tmp_path / "export"
     assert check_replaceable(export) == export

@@ -199,7 +199,7 @@ _MODEL = {"path": model_path(), "attn_implementation": _ATTENTION}
 _EVERY = integer(1)
 
 RULES: dict[str, Rule] = {
-    "steps": integer(1),
+    "steps": integer(0),
     "seed": integer(0, 2**32 - 1),  # the range of numpy's generator, which Lightning seeds
     "mode": choice("fit", "validate", "export", "preflight"),
     "preflight.prompts": integer(1),
