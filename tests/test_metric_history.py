@@ -108,4 +108,4 @@ def test_compose_knows_the_parts(tmp_path):
     assert chosen["reward"] == ["short"]
     assert chosen["policy"] == "scratch"
     another = compose(*own, data=prompts, reward=short, loss=run.module.loss, run_dir=tmp_path / "b")
-    assert "loss" not in another._choices  # an object that no file of conf/ describes
+    assert "loss" not in another.choices  # an object that no file of conf/ describes
