@@ -24,9 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import supervisor, sweep
 from grpo_lightning.composition import CONF, build_run, config_choices, resolve_config, write_settings
-from grpo_lightning.config import ConfigError, check_config, describe_sizes, directory_problems, targets
+from grpo_lightning.config import ConfigError, check_config, describe_sizes, targets
 from grpo_lightning.config.redaction import redact, redact_overrides, single_line
-from grpo_lightning.config.shell import format_override
+from grpo_lightning.config.settings import format_override
 from grpo_lightning.config.suggestions import explain_compose_error, known_keys, unknown_option
 from grpo_lightning.console import describe_error, log_line, print_line, start_banner, survive_closed_pipes, utc_now
 from grpo_lightning.distributed import signals
@@ -117,7 +117,6 @@ def _check_composition(asked: argparse.Namespace) -> None:
         if key == unused:
             mode = "with -m" if is_sweep else "without -m"
             wrong.append(f"{key}={value}: it has no effect {mode}; use {format_override(used, value)}")
-    wrong += directory_problems({used: OmegaConf.select(cfg, used)})
     if wrong:
         sys.exit(redact("the settings cannot work:\n" + "\n".join(f"  {problem}" for problem in wrong)))
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.config import check_config
-from grpo_lightning.config.tree import value_at
+from grpo_lightning.config.settings import value_at
 from grpo_lightning.run import Run
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.composed import CONF, ROOT, build, composed, with_directories

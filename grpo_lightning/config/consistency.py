@@ -4,9 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from grpo_lightning.config.shell import format_override
-from grpo_lightning.config.suggestions import nearest
-from grpo_lightning.config.tree import value_at
+from grpo_lightning.config.settings import format_override, value_at
 
 Reader = Callable[[str], Any]
 """Dotted key -> value; raises `Unsound` where there is none that can be relied on."""
@@ -42,12 +40,6 @@ def uses_fsdp(trainer: Mapping[str, Any]) -> bool:
     return "FullySharded" in str(value_at(trainer, "strategy._target_"))
 
 
-def _copied_parts(get: Reader) -> Iterator[str]:
-    for part in ("loss", "optimizer", "policy", "reference", "rollout", "sampler", "schedule", "validation"):
-        if part in get("module") and get("module")[part] != get(part):
-            yield f"module.{part}: differs from {part}, of which it is a copy; set {part}=NAME or {part}.KEY=VALUE"
-
-
 def _validation_samples(get: Reader) -> Iterator[str]:
     ks, samples = get("validation.ks"), get("validation.samples_per_prompt")
     if any(k > samples for k in ks):
@@ -61,20 +53,12 @@ def _rewards(get: Reader) -> Iterator[str]:
     elif isinstance(outcome, str) and outcome not in rewards:
         yield f"rollout.outcome={outcome}: must be one of the rewards {', '.join(rewards)} or null"
     chosen = [name for name, reward in rewards.items() if isinstance(reward, Mapping) and "_target_" in reward]
-    for name, reward in rewards.items():
-        if not isinstance(reward, Mapping):
-            yield f"reward.{name}={reward}: must be the settings of a reward, such as reward.NAME.weight=1.0"
-        elif name not in chosen:
+    for name in rewards:
+        if name not in chosen:
             yield (
                 f"reward.{name}: this reward is not chosen; choose {format_override('reward', [*chosen, name])}, or "
                 f"begin your own file for it with 'defaults: [base@{name}]'"
             )
-
-
-def _enough_prompts(get: Reader) -> Iterator[str]:
-    prompts, size = get("data.prompts_per_step"), get("data.train_size")
-    if prompts > size:
-        yield f"data.prompts_per_step={prompts} is more than the training prompts, data.train_size={size}"
 
 
 def _minibatch_size(get: Reader) -> Iterator[str]:
@@ -130,12 +114,6 @@ def _quantization(get: Reader) -> Iterator[str]:
             f"policy.quantization={bits} needs policy.adapter, such as {{r: 16, lora_alpha: 32}}: quantized weights "
             "cannot be trained"
         )
-
-
-def _warmup(get: Reader) -> Iterator[str]:
-    warmup, steps = get("schedule.warmup_steps"), get("steps")
-    if warmup > steps and get("mode") in ("fit", "preflight"):
-        yield f"schedule.warmup_steps={warmup} is more than the steps of the run, steps={steps}"
 
 
 def _preflight(get: Reader) -> Iterator[str]:
@@ -271,12 +249,8 @@ def _trainer(get: Reader) -> Iterator[str]:
             f"trainer.plugins={trainer.get('plugins')}: must be a list with {{_target_: {_CHECKPOINT_IO}}}, which "
             "keeps checkpoints whole"
         )
-    devices, strategy = trainer.get("devices"), trainer.get("strategy")
-    is_list = str(devices) == "-1" or isinstance(devices, list | tuple) or "," in str(devices)
-    if trainer.get("accelerator") == "cpu" and is_list:
-        yield f"trainer.devices={devices}: must be auto or a number of processes with trainer.accelerator=cpu"
-    is_known = not isinstance(strategy, str) or strategy in _STRATEGIES or strategy.startswith(("deepspeed", "fsdp"))
-    if not is_known:
+    strategy = trainer.get("strategy")
+    if isinstance(strategy, str) and strategy not in _STRATEGIES and not strategy.startswith(("deepspeed", "fsdp")):
         yield f"trainer.strategy={strategy}: use one of {', '.join(_STRATEGIES)}, or trainer=ddp or trainer=fsdp"
 
 
@@ -285,48 +259,7 @@ def _written(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-SFT_METRICS = ("loss/total", "optim/grad_norm", "optim/lr", "optim/skipped", "time/update", "time/step")
-_GRPO_METRICS = {
-    "reward": ("std",),
-    "advantage": ("mean", "std"),
-    "group": ("all_right", "all_wrong", "mixed", "tries", "kept", "carried"),
-    "reward_model": ("loss", "accuracy"),
-    "policy": (
-        *("kl_divergence", "entropy", "clip_fraction", "ratio_mean", "ratio_max"),
-        *("mismatch_mean", "mismatch_max", "mismatch_kl"),
-    ),
-    "correction": ("mean", "max", "masked"),
-    "loss": ("policy", "kl", "entropy"),
-    "completion": ("length_mean", "length_max", "truncated_fraction", "set_size_mean", "set_full_fraction"),
-    "sampler": ("weight_version", "support_miss_rate"),
-    "episode": ("turns", "turns_max", "reply_tokens", "failed", "bad_calls", "cut_replies"),
-    "time": ("environment", "sync", "wake", "rollout", "reward", "score", "wait"),
-    "perf": ("tokens_per_second", "gemm_fraction", "peak_memory_gb"),
-}
-GRPO_METRICS = (*SFT_METRICS, *(f"{group}/{name}" for group, names in _GRPO_METRICS.items() for name in names))
-"""Names of metrics that do not depend on the settings; docs/metrics.md says what they mean."""
-
-
-def _sweep_metric(get: Reader) -> Iterator[str]:
-    """Whether ``sweep_metric`` is among the metrics of the run; modules of the user's have their own."""
-    name, module, ks = get("sweep_metric"), str(get("module._target_")), get("validation.ks")
-    if not module.startswith("grpo_lightning.module.") or str(name).startswith("varying/"):
-        return
-    validated, rewards = get("validation").get("reward") or {}, get("reward")
-    known = [f"val/{kind}@{k}" for kind in ("pass", "maj") for k in ks]
-    known += [f"val/reward/{reward}" for reward in ("total", *validated)]
-    listed = ", ".join(known)
-    if module.endswith("GRPOLightningModule"):
-        known += [*GRPO_METRICS, "reward/total", *(f"{group}/{r}" for group in ("reward", "failure") for r in rewards)]
-    else:
-        known += SFT_METRICS
-    if name not in known and max(ks, default=0) <= get("validation.samples_per_prompt"):
-        meant = nearest(str(name), known)
-        guess = f"; the nearest is {meant}" if meant and not meant.startswith("val/") else ""
-        yield f"sweep_metric={_written(name)}: must be one of {listed}, or a metric of training{guess}"
-
-
 _RULES: tuple[Callable[[Reader], Iterator[str]], ...] = (
-    *(_copied_parts, _validation_samples, _rewards, _enough_prompts, _dtype, _minibatch_size, _reference, _max_tries),
-    *(_downsample, _delta, _quantization, _fsdp, _warmup, _preflight, _vllm, _environment, _trainer, _sweep_metric),
+    *(_validation_samples, _rewards, _dtype, _minibatch_size, _reference, _max_tries),
+    *(_downsample, _delta, _quantization, _fsdp, _preflight, _vllm, _environment, _trainer),
 )
