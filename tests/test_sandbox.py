@@ -13,7 +13,7 @@ from pathlib import Path
 import pebble
 import pytest
 
-from grpo_lightning.sandbox import client, isolation
+from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.client import Limits, Outcome, Unavailable, check, run
 from tests.support.composed import ROOT
 from tests.support.honest_programs import PROGRAMS
@@ -301,64 +301,3 @@ def test_nothing_runs_without_all_of_it(monkeypatch):
         with pytest.raises(Unavailable, match=message):
             run("import os; os.write(1, b'ran')", "", LIMITS)
         client.close()
-
-
-def simulated(instructions, machine, number, *arguments, architecture=None):
-    """What the kernel does with a call: ``allow``, ``kill`` or the number of an error."""
-    words = {0: number, 4: architecture or isolation.ARCHITECTURES[machine]}
-    words |= {16 + 8 * place: value & 0xFFFFFFFF for place, value in enumerate(arguments)}
-    at = value = 0
-    while True:
-        code, if_true, if_false, constant = instructions[at]
-        at += 1
-        if code == 0x20:
-            value = words.get(constant, 0)
-        elif code == 0x54:
-            value &= constant
-        elif code == 0x06:
-            return {0x7FFF0000: "allow", 0x80000000: "kill"}.get(constant, constant - 0x00050000)
-        else:
-            is_true = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[code]
-            at += if_true if is_true else if_false
-
-
-@pytest.mark.parametrize("machine", isolation.ARCHITECTURES)
-def test_the_filter_reads_arguments(machine):
-    filtered = isolation.call_filter(machine, 777)
-    plain = isolation.call_numbers(machine, checked=False)
-    numbers = plain | isolation.call_numbers(machine, checked=True)
-
-    def what(name, *arguments):
-        return simulated(filtered, machine, numbers[name], *arguments)
-
-    assert {what(name) for name in plain} == {"allow"}
-    assert what("clone", 0x3D0F00) == "allow"  # as the C library starts threads
-    assert [what("clone", flags) for flags in (17, 0x3D0F00 & ~0x10000, 0x3D0F00 | 0x10000000, 0x14F00)] == [1, 1, 1, 1]
-    assert what("clone3") == 38
-    assert [what("kill", own) for own in (777, 778, 0, -1, -777)] == ["allow", 1, 1, 1, 1]
-    assert [what("tgkill", own, own, 9) for own in (777, 778)] == ["allow", 1]
-    assert [what("fcntl", 3, command) for command in (0, 4, 8, 9, 10, 15, 1030, 1033)] == ["allow"] * 2 + [1] * 4 + [
-        "allow",
-        1,
-    ]
-    assert [what("ioctl", 0, command) for command in (0x5401, 0x5412)] == ["allow", 1]
-    assert [what("prctl", option) for option in (15, 16, 1, 22, 38)] == ["allow", "allow", 1, 1, 1]
-    assert [what("prlimit64", own) for own in (0, 777, 1)] == ["allow", "allow", 1]
-    assert [what("socketpair", *kind) for kind in ((1, 1), (1, 0x80801), (1, 2), (1, 5), (2, 1))] == ["allow"] * 2 + [
-        1
-    ] * 3
-    flags = {0: "allow", 1: "allow", 2: "allow", 3: 1, 0o1001: "allow", 0o1002: "allow", 0o1000: 1, 0o1003: 1}
-    assert {flag: what("openat", -100, 0, flag) for flag in flags} == flags
-    assert simulated(filtered, machine, 63, architecture=0x40000003) == "kill"  # of 32 bits
-    assert simulated(filtered, machine, 450) == 38
-    if machine == "x86_64":
-        assert {flag: what("open", 0, flag) for flag in flags} == flags
-        assert simulated(filtered, machine, 0x40000000) == "kill"
-        assert [simulated(filtered, machine, one) for one in (41, 56, 57, 58, 59, 101, 165, 319)] == [1] * 8
-    assert len(filtered) < 4096  # the kernel's most
-
-
-def test_limits_are_checked():
-    for limits in ({"seconds": 0}, {"cpu_seconds": 1.5}, {"memory_mb": 8}):
-        with pytest.raises(ValueError, match=f"{next(iter(limits))}="):
-            Limits(**{"seconds": 1, "cpu_seconds": 1, "memory_mb": 64} | limits)

@@ -37,10 +37,8 @@ def numeric(
     Of right answers the last number counts, too, so that "… #### 72" is 72.
 
     Raises:
-        ValueError: A right answer holds no number, or ``tolerance`` is negative or NaN.
+        ValueError: A right answer holds no number.
     """
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance: expected a number of at least 0, got {tolerance}")
     scores: list[float | None] = []
     for text, right in zip(completions, answer, strict=True):
         expected, given = last_number(_right_answer(right)), last_number(answer_text(text))
@@ -69,8 +67,8 @@ def reasoning_gym(
             read them.
 
     Raises:
-        ValueError: An unknown task, metadata that are no mapping, a right answer that the verifier itself raises on, or
-            a row of which its verifier would evaluate what could run code.
+        ValueError: An unknown task, a right answer that the verifier itself raises on, or a row of which its verifier
+            would evaluate what could run code.
     """
     from grpo_lightning.reward import verifier  # takes two seconds; not every run needs it
 

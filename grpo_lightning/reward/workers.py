@@ -60,9 +60,7 @@ class Pending:
     def result(self, poll: Callable[[], None] | None = None) -> Any:
         """Wait for the call; returns its value or a `Failure`. ``poll`` is called meanwhile and may raise to give up.
 
-        Raises:
-            ValueError: A worker cannot import the function.
-            RuntimeError: Workers cannot be started.
+        A ValueError says that a worker cannot import the function, a RuntimeError that workers cannot be started.
         """
         for _ in range(_MAX_STARTS):
             while not wait([self._future], timeout=POLL_SECONDS).done and self._pool.active:
@@ -106,17 +104,17 @@ class Pending:
 def submit(function: Callable[..., Any], arguments: Mapping[str, Any], *, seconds: float) -> Pending:
     """Start ``function(**arguments)`` in the next worker that is free.
 
+    The function is pickled to the workers, so it must be importable: of a module, not a lambda. Each worker unpickles
+    it once, which does not count as the call's time.
+
     Args:
-        function: It is pickled to the workers, so it must be importable: of a module, not a lambda. Each worker
-            unpickles it once, and what that takes, imports above all, does not count as the call's time.
+        function: Of a module.
         arguments: By name.
         seconds: Time limit of the call from its start; a worker that takes longer is ended and replaced.
 
     Raises:
-        ValueError: ``function`` or an argument cannot be pickled, or ``seconds`` is not positive.
+        ValueError: ``function`` or an argument cannot be pickled.
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds: expected a number above 0, got {seconds!r}")
     try:
         task = (pickle.dumps(function), pickle.dumps(dict(arguments)), seconds)
     except Exception as error:
@@ -174,7 +172,6 @@ def _start_server(function: Any) -> None:
 
 
 def _prepare() -> None:
-    """Prepare a worker before its first call."""
     for number in _TRAINER_SIGNALS:  # not SIG_IGN, which programs that a function starts would inherit
         signal.signal(number, lambda *_: None)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a function prints is not for the trainer's terminal
@@ -211,14 +208,12 @@ def _set_alarm(seconds: float) -> None:
 
 
 def _not_importable(function: Callable[..., Any], reason: str) -> ValueError:
-    return ValueError(
-        f"{single_line(repr(function)[:80])} cannot run in a worker process: {reason}; use a function of a module "
-        "that can be imported, with plain values as arguments"
-    )
+    name = single_line(repr(function)[:80])
+    return ValueError(f"{name} cannot run in a worker process: {reason}; use a function of an importable module")
 
 
 def _forget() -> None:
-    """Forget the pool in a forked child, which has neither its threads nor the server as a child of its own."""
+    # A forked child has neither the pool's threads nor the server as a child of its own.
     global _pool, _is_forked
     _pool, _is_forked = None, True
 
