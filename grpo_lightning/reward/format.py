@@ -72,16 +72,8 @@ def pattern(completions: Sequence[str], *, expression: str, seconds: float, **_:
     It has the syntax of the package regex; (?i) at its beginning ignores case. A search that takes longer is logged
     once.
     """
-    compiled = compile_pattern("expression", expression)
+    compiled = regex.compile(expression)
     return [float(_is_found(compiled, completion, seconds)) for completion in completions]
-
-
-def compile_pattern(setting: str, expression: str) -> "regex.Pattern[str]":
-    """A regular expression of the package regex; a ValueError names the setting if it is none."""
-    try:
-        return regex.compile(expression)
-    except (regex.error, TypeError) as error:
-        raise ValueError(f"{setting}: expected a regular expression, got {expression!r:.80}: {error}") from error
 
 
 def _is_found(compiled: "regex.Pattern[str]", text: str, seconds: float) -> bool:
@@ -106,16 +98,12 @@ def json_schema(completions: Sequence[str], *, schema: Mapping[str, Any] | str, 
         completions: [B]
         schema: The schema, or the path of a JSON file that holds it.
     """
-    from jsonschema import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry
 
-    try:
-        loaded = json.loads(Path(schema).read_text(encoding="utf-8")) if isinstance(schema, str) else schema
-        kind = validator_for(loaded, default=Draft202012Validator)
-        kind.check_schema(loaded)
-    except (OSError, ValueError, SchemaError) as error:
-        raise ValueError(f"schema: {getattr(error, 'message', error)}") from error
+    loaded = json.loads(Path(schema).read_text(encoding="utf-8")) if isinstance(schema, str) else schema
+    kind = validator_for(loaded, default=Draft202012Validator)
+    kind.check_schema(loaded)
     validator = kind(loaded, registry=Registry())
     return [float(_is_valid(validator, answer_text(completion))) for completion in completions]
 

@@ -14,10 +14,11 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import regex
+
 from grpo_lightning.config.redaction import REDACTED, redact, single_line
 from grpo_lightning.config.rules import is_pair
 from grpo_lightning.reward.coroutines import PermanentError, RetryableError
-from grpo_lightning.reward.format import compile_pattern
 from grpo_lightning.reward.spec import RewardError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class ChatJudge:
         if not (is_pair(scale) and scale[0] < scale[1]):
             raise ValueError(f"scale: expected [lowest, highest], two numbers, got {scale!r:.80}")
         self._model, self._rubric, self._template, self._request = model, rubric, template, dict(request)
-        self._scale, self._pattern = (float(scale[0]), float(scale[1])), compile_pattern("pattern", pattern)
+        self._scale, self._pattern = (float(scale[0]), float(scale[1])), regex.compile(pattern)
         if self._pattern.groups != 1:
             raise ValueError(f"pattern: expected a regular expression with one group, the score, got {pattern!r:.80}")
         self._cache = None if cache is None else AnswerCache(Path(cache).expanduser())
