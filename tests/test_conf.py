@@ -106,14 +106,6 @@ RECIPES = {
     "gpt2_notebook": (5, 1.0, 1.0, 50, 10, 5, 1, 0.01, 1e-6, "standardized", {"word_variety": 1.0}),
     "rlox_quickstart": (4, 1.0, 1.0, 0, 8, 16, 1, 0.1, 1e-4, "standardized", {"accuracy": 1.0, "tag_count": 0.05}),
 }
-FURTHER = {
-    "open_r1": {"policy.path": "Qwen/Qwen2.5-1.5B-Instruct", "data.path": "open-r1/OpenR1-Math-220k", "steps": 500},
-    "open_r1_exercise": {"data.path": "./math_100_samples", "data.validation_size": 20, "steps": 50},
-    "grpo_guide": {"advantage.correction": 1, "advantage.eps": 1e-8, "loss.kl._target_": "grpo_lightning.loss.k3"},
-    "deepseekmath": {"policy.path": "deepseek-ai/deepseek-math-7b-instruct", "module.minibatch_size": None},
-    "gpt2_notebook": {"reference.path": "distilbert/distilgpt2", "advantage.correction": 0, "advantage.eps": 1e-8},
-    "rlox_quickstart": {"data.train_size": 16, "steps": 3, "loss.weights.length": 1},  # three passes over the prompts
-}
 SUPERVISED = ["steps=2", "schedule.warmup_steps=1", "data.prompts_per_step=4", "rollout.max_new_tokens=6"]
 SMALL = ("trainer=cpu", "data.validation_size=4", "validation.samples_per_prompt=2", "validation.ks=[1,2]")
 SHORT = ("steps=2", "data.prompts_per_step=2", "rollout.max_new_tokens=6")
@@ -149,7 +141,6 @@ def test_a_recipe_composes_to_its_published_numbers():
         values[-1] = values[-1].rpartition(".")[2]
         weights = {reward: node["weight"] for reward, node in config["reward"].items()}
         assert (*values, weights) == numbers, name
-        assert {key: value_at(config, key) for key in FURTHER[name]} == FURTHER[name], name
         bounds = [config["loss"]["surrogate"][key] for key in ("epsilon_low", "epsilon_high")]
         assert bounds == [0.2, 0.2], name
 
@@ -179,13 +170,6 @@ def test_who_wins():
     assert config["rollout"]["group_size"] == 8  # what is not overridden stays
     config = composed("experiment=deepseekmath", "algorithm=dr_grpo")
     assert config["loss"]["weights"]["_target_"] == "grpo_lightning.loss.constant"
-    config = composed("policy=qwen2_5_0_5b", "algorithm=dapo", "loss.kl_coef=0.5", "reference=frozen_copy")
-    assert (config["optimizer"]["lr"], config["rollout"]["max_new_tokens"], config["loss"]["kl_coef"]) == (
-        1e-6,
-        512,
-        0.5,
-    )
-    assert config["policy"]["trust_remote_code"] is False
 
 
 @pytest.fixture(scope="module")

