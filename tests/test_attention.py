@@ -10,8 +10,7 @@ from torch.testing import assert_close
 from transformers import AttentionInterface
 
 from grpo_lightning.transformer import attention, kernels
-from grpo_lightning.transformer.attention import Stream, grouped
-from grpo_lightning.transformer.attention_flex import _bounds, _visible_pairs, block_mask
+from grpo_lightning.transformer.attention import Stream, _bounds, _visible_pairs, block_mask, grouped
 
 CPU = torch.device("cpu")
 STREAMS = {
@@ -156,8 +155,6 @@ def test_blocks_by_hand():
     # Of 384..511 some are of the second, which does not see 256..383, but all see 0..127.
     assert found["full_kv"] == [set(), {0}, {0, 1}, {0}]
     assert found["kv"] == [{0}, {1}, {2}, {1, 2, 3}]
-    with pytest.raises(ValueError, match="a stream of 100 tokens"):
-        block_mask(((60, (40,)),), CPU)
 
 
 def test_no_pair_of_tokens_takes_memory():
@@ -182,7 +179,8 @@ def test_streams_of_all_lengths_are_one_graph(monkeypatch):
         ),
     )
     kernels._compiled.cache_clear()
-    monkeypatch.setattr(attention, "flex_for", lambda device: attention.compiled_flex)
+    compiled = kernels.compiled(attention.flex_attention, dynamic=True, or_plain=False)
+    monkeypatch.setattr(attention, "flex_attention", compiled)
     draw = random.Random(0)
     lengths = [(3, (2,)), (100, (28,)), (256, ()), (1, (255,)), (256, (1,))]
     lengths += [(draw.randint(1, 200), tuple(draw.choices(range(150), k=3))) for _ in range(16)]

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches, same_prompts
+from grpo_lightning.transformer.logprobs import packed_microbatches, padded_microbatches, same_prompts
 from grpo_lightning.types import Rollout
 
 

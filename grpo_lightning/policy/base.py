@@ -19,8 +19,7 @@ from grpo_lightning.policy.chat import ChatReplies, has_chat_template, tokenize_
 from grpo_lightning.sampler.native.kv_cache import KVCache
 from grpo_lightning.sampler.support import EngineSupport, engine_support
 from grpo_lightning.transformer.lm_head import LossGradient
-from grpo_lightning.transformer.logprobs import Chunk
-from grpo_lightning.transformer.packing import lengths, padded_microbatches, same_prompts
+from grpo_lightning.transformer.logprobs import Chunk, lengths, padded_microbatches, same_prompts
 from grpo_lightning.types import Message, Prompt, Rollout, Sampled, Sampling
 
 

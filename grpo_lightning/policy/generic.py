@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from grpo_lightning.policy.base import Policy
 from grpo_lightning.sampler.native.kv_cache import KVCache, NoKVCache
 from grpo_lightning.transformer.lm_head import LossGradient, token_logprobs
-from grpo_lightning.transformer.logprobs import Chunk, logits_in_chunks
-from grpo_lightning.transformer.packing import lengths
+from grpo_lightning.transformer.logprobs import Chunk, lengths, logits_in_chunks
 from grpo_lightning.types import Rollout, Sampled
 
 

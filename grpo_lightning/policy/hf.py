@@ -20,9 +20,8 @@ from grpo_lightning.sampler.native.kv_cache import DynamicKVCache, KVCache, rows
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.lm_head import LossGradient
-from grpo_lightning.transformer.logprobs import Chunk
+from grpo_lightning.transformer.logprobs import Chunk, packed_microbatches, padded_microbatches
 from grpo_lightning.transformer.offload import Offload
-from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
 from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
 from grpo_lightning.types import Rollout, Sampled, Sampling
 
