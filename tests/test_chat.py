@@ -146,7 +146,7 @@ def test_without_a_template_an_empty_line_stands_between():
         ("gemma", "tool", None, "refuses such a conversation: Conversation roles must alternate"),
         ("gemma", "user", "Be brief.", "refuses such a conversation: System role not supported"),
         ("mistral_v0_3", "user", "Be brief.", r"changes the prompt once there is a reply \(a system prompt"),
-        ("deepseek_r1_distill", "tool", None, "changes earlier turns"),
+        ("deepseek_r1_distill", "tool", None, "drops or changes earlier turns"),
         ("qwen2_5", "system", None, "the role of a reply 'system': needs one of user, tool"),
     ],
 )
@@ -164,9 +164,9 @@ def test_faults_of_custom_templates():
         ("{% set messages = messages[-1:] %}" + each + generate, {}, "drops or repeats the model's turn"),
         ("{% set messages = messages + messages %}" + each + generate, {}, "drops or repeats the model's turn"),
         ("{% set messages = messages[:2] %}" + each + generate, {}, "drops replies"),
-        ("{% set messages = messages[:1] + messages[1:][-2:] %}" + each + generate, {}, "drops or repeats earlier"),
+        ("{% set messages = messages[:1] + messages[1:][-2:] %}" + each + generate, {}, "drops or changes earlier"),
         ("{{ messages | length }}" + each + generate, {}, "changes the prompt"),
-        ("{{ messages | length > 3 }}" + each + generate, {}, "changes earlier turns"),
+        ("{{ messages | length > 3 }}" + each + generate, {}, "drops or changes earlier"),
         (each + generate + "{{ nothing.at.all }}", {}, "refuses such a conversation"),
         (each + generate, {"tools": tools}, "does not show the tools look"),
     ):
@@ -204,7 +204,7 @@ def test_no_reply_brings_special_tokens():
     chance = random.Random(0)
     for name in ("qwen2_5", "llama3", "gemma", "mistral_v0_2", "mistral_v0_3", "phi3"):
         replies = made(name)
-        frame, tokenizer = replies._frame("user"), replies._tokenizer
+        frame, tokenizer = replies.check("user"), replies._tokenizer
         special, texts = special_ids(tokenizer), special_texts(tokenizer)
         assert {tokenizer.convert_tokens_to_ids(one) for one in texts} == special
         halves = [half for one in texts for half in (one[:4], one[4:])]
