@@ -287,14 +287,14 @@ server.main(int(sys.argv[1]), sys.argv[3])
 
 def test_nothing_runs_without_all_of_it(monkeypatch):
     for change, message in (
-        ("isolation._CREATE_RULESET = 5000", r"it needs Landlock, which Linux has from 5\.13 on and which is not"),
+        ("isolation._CREATE_RULESET = 5000", r"it needs Landlock of Linux 5\.13"),
         ("isolation._PR_SET_SECCOMP = 5000", "it needs seccomp filters, CONFIG_SECCOMP_FILTER of the ker"),
         (
             "isolation.platform.machine = lambda: 'riscv64'",
-            r"it needs Linux on x86_64 or aarch64 .*\(this is Linux on ri",
+            r"it needs x86_64 or aarch64 \(this is riscv64",
         ),
         ("isolation._RESTRICT_SELF = 5000", "cannot start: OSError"),
-        ("raise SystemExit(3)", "ended with status 3"),
+        ("raise SystemExit(3)", "server died"),
     ):
         client.close()
         monkeypatch.setattr(client, "_START", BROKEN.format(change))

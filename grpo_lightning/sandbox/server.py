@@ -1,8 +1,7 @@
 """A small interpreter that forks the programs, so that each starts in milliseconds, and ends those that take too much.
 
-It is a process of its own with Python's library alone in it: no torch, no environment, and never the text, the input or
-the output of a program, which pass it by in files. One program runs at a time. When its caller ends it ends too, with
-the program that it watches. A forked process gives up its rights before it runs the text.
+It has Python's library alone in it, and never the text, the input or the output of a program, which pass it by in
+files. When its caller ends it ends too, with the program that it watches.
 """
 
 import atexit
@@ -83,10 +82,6 @@ def main(descriptor: int, place: str) -> None:
 
 def _file_rules(directory: str) -> int:
     isolation.architecture()
-    try:
-        _num_threads(os.getpid())
-    except OSError as error:
-        raise isolation.Missing("/proc, where it counts a program's threads") from error
     places = [place for place in sys.path if Path(place).is_dir()]
     readable = [*_library(places), *_SYSTEM, *_DEVICES]
     return isolation.file_rules(readable, directory, listable=places, sinks=["/dev/null"])
@@ -165,7 +160,6 @@ def _watch(
 
 
 def _num_threads(process: int) -> int:
-    """How many threads a process has; 0 if it has just ended."""
     try:
         with open(f"/proc/{process}/stat", "rb") as opened:
             return int(opened.read().rpartition(b")")[2].split()[17])
@@ -185,7 +179,6 @@ def _is_too_much(directory: str, limits: Mapping[str, Any]) -> bool:
 
 
 def _is_too_long(output: Sequence[int], limits: Mapping[str, Any]) -> bool:
-    """Whether a program has printed more than it may."""
     return any(os.fstat(file).st_size > limits["output_bytes"] for file in output)
 
 
@@ -215,7 +208,7 @@ def _become_program(
 def _give_up_rights(
     files: Sequence[int], ready: int, limits: Mapping[str, Any], server: int, directory: str, rules: int
 ) -> None:
-    """Give up what a program must not have; in this order, since each step needs rights that later ones take away."""
+    """Give up what a program must not have, in this order: each step needs rights that later ones take away."""
     os.chdir(directory)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as adjusted:
         adjusted.write("1000")  # the first process to end where the machine runs out of memory
