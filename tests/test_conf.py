@@ -14,7 +14,7 @@ from grpo_lightning.config.settings import value_at
 from grpo_lightning.run import Run
 from tests.support.checkpoints import write_checkpoint, write_reward_model
 from tests.support.composed import CONF, ROOT, build, composed, with_directories
-from tests.test_readme import FENCE, commands
+from tests.test_readme import FENCE
 
 NEEDS = {
     "policy=hf": ["policy.path=some/model"],
@@ -162,12 +162,6 @@ def test_who_wins():
     config = composed("experiment=grpo_guide", "policy=gpt2")
     assert (config["optimizer"]["lr"], config["rollout"]["max_new_tokens"]) == (5e-6, 256)
     assert config["validation"]["max_new_tokens"] == 256
-    words = ["policy=gpt2", "advantage=leave_one_out", "reward=[numeric,format]", "rollout.top_p=0.9", "steps=7"]
-    config = composed("experiment=open_r1_exercise", *words)
-    assert config["policy"]["path"] == "openai-community/gpt2"
-    assert config["advantage"]["_target_"] == "grpo_lightning.advantage.leave_one_out"
-    assert (list(config["reward"]), config["rollout"]["top_p"], config["steps"]) == (["numeric", "format"], 0.9, 7)
-    assert config["rollout"]["group_size"] == 8  # what is not overridden stays
     config = composed("experiment=deepseekmath", "algorithm=dr_grpo")
     assert config["loss"]["weights"]["_target_"] == "grpo_lightning.loss.constant"
 
@@ -239,17 +233,3 @@ BLOCKS = [block for language, block in FENCE.findall(PAGE) if language == "pytho
 def test_a_block_of_the_page_runs(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(BLOCKS[number], f"block {number}", "exec"), {"__name__": "__main__"})
-
-
-def test_the_commands_of_the_page_are_the_recipes():
-    [command] = [one for one in commands(PAGE) if "policy.path=./sft_checkpoint" in one and "steps=500" in one]
-    spelled = composed(*[word for word in shlex.split(command)[2:] if not word.startswith("hydra.")])
-    recipe = composed("experiment=open_r1")
-    for part in ("rollout", "advantage", "loss", "optimizer", "steps", "data"):
-        assert spelled[part] == recipe[part], part
-    assert {name: spelled["reward"][name] for name in recipe["reward"]} == recipe["reward"]
-    [command] = [one for one in commands(PAGE) if "loss=response_ratio" in one]
-    config = composed(*shlex.split(command)[2:])
-    assert config["loss"]["surrogate"]["_target_"] == "grpo_lightning.loss.response_clipped"
-    assert (config["loss"]["kl"]["_target_"], config["loss"]["kl_coef"]) == ("grpo_lightning.loss.k1", 0.1)
-    assert (config["module"]["ppo_epochs"], config["module"]["minibatch_size"]) == (4, 1)

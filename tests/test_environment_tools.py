@@ -157,17 +157,6 @@ def test_methods_and_partials_are_tools():
     )
 
 
-def test_what_cannot_be_a_tool_is_named():
-    for tools, columns, words in [
-        ([], [], r"tools: expected a list of functions, such as \[my_tools.search\], got \[\]"),
-        ([toolbox.add, toolbox.add], [], "tools: expected different names, got add, add"),
-        ([toolbox.add], ["table"], "columns: no tool has the parameter table"),
-        ([toolbox.unhinted], [], "tools: unhinted: Argument a is missing a type hint"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            Tools(tools, columns=columns)
-
-
 def test_episodes_with_tools_in_this_process_and_in_workers():
     words = ["one", "two", "three"]
     here = []
@@ -342,16 +331,6 @@ def test_a_cell_at_a_limit_leaves_nothing_behind():
     assert replies[4].startswith("a" * 1000 + "\n… (")
     assert len(replies[4]) < 2200
     assert time.monotonic() - began < 6  # the cell that sleeps has run once
-
-
-def test_cells_in_a_worker():
-    episodes = Episodes(Environment(Python(**LIMITS), 4, timeout=60.0), ["?"], {}, [(0, 0, 0)])
-    for turn, reply in (("x = 5", "(no output)"), ("x + 1", "6")):
-        episodes.step(0, fenced(turn))
-        assert episodes.reply(0) == reply
-    episodes.step(0, "It is 6.")
-    assert episodes.reply(0) is None
-    assert episodes.over == [True]
 
 
 def test_without_a_sandbox_nothing_runs(monkeypatch):

@@ -153,20 +153,6 @@ def test_no_other_row_and_no_budget_changes_an_episode(policy):
             assert torch.equal(found.ids, everything.ids)
 
 
-def test_slow_environments_are_asked_only_when_no_completion_can_go_on(policy):
-    """So what is computed together hangs on tokens alone, however long replies take."""
-    open_turns = []
-
-    class Watching(FakeResponder):
-        def reply(self, row):
-            open_turns.append(set(self.turns))
-            return super().reply(row)
-
-    watching = Watching(chatty, is_slow=True)
-    generate(policy, PROMPTS, group_size=3, sampling=Sampling(**SAMPLING), seed=5, responder=watching)
-    assert open_turns[0] == set(watching.turns)  # the first reply is asked for after all first turns have ended
-
-
 def test_a_reply_that_leaves_no_room_cuts_before_it(policy):
     found = sampled(policy, lambda turns: "The meaning of life is 42. " * 3)
     for row, turns in enumerate(spans(found.mask)):

@@ -15,7 +15,7 @@ from grpo_lightning.config.redaction import redact, single_line
 from grpo_lightning.config.rules import scheduled_values, value_problems
 from grpo_lightning.config.settings import each_target, format_override, quote_value, value_at
 from grpo_lightning.config.suggestions import unknown_key
-from grpo_lightning.config.targets import adapter_problems, argument_problems, target_problems, trusted_packages
+from grpo_lightning.config.targets import argument_problems, target_problems, trusted_packages
 
 _OBJECTS = (
     *("advantage", "correction", "data", "loss", "module", "optimizer", "policy", "reference", "rollout", "sampler"),
@@ -73,8 +73,7 @@ def check_runtime(config: Mapping[str, Any]) -> None:
     trusted = trusted_packages(config)
     devices = import_module("grpo_lightning.distributed.devices")  # by name: that package imports this one
     problems = [problem for key, node in each_target(config) for problem in argument_problems(node, key, trusted)]
-    problems += [*adapter_problems(config.get("policy") or {}), *devices.device_problems(config)]
-    if problems := [*problems, *_judge_problems(config), *sandbox_problems(config)]:
+    if problems := [*problems, *devices.device_problems(config), *_judge_problems(config), *sandbox_problems(config)]:
         raise ConfigError(problems)
 
 

@@ -15,12 +15,7 @@ class Unsound(Exception):
 
 
 def consistency_problems(config: Mapping[str, Any], broken: Collection[str]) -> Iterator[str]:
-    """What is wrong with settings that contradict one another.
-
-    Args:
-        config: Resolved settings.
-        broken: Dotted keys whose values are reported already; rules that compare them say nothing.
-    """
+    """Settings that contradict one another; rules that compare a key of ``broken``, reported already, say nothing."""
 
     def get(key: str) -> Any:
         value = value_at(config, key, Unsound)
@@ -227,8 +222,6 @@ _TRAINER_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_distributed_sampler": ((False,), "all processes read the same prompts and divide them later"),
 }
 """Option of Lightning's Trainer that would end or thin a run -> allowed values, and what to use instead."""
-_CHECKPOINT_IO = "grpo_lightning.checkpoint.io.AtomicCheckpointIO"
-_STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true", "single_device")
 
 
 def _trainer(get: Reader) -> Iterator[str]:
@@ -242,16 +235,6 @@ def _trainer(get: Reader) -> Iterator[str]:
         if not any(type(value) is type(option) and value == option for option in allowed):
             options = " or ".join(map(_written, allowed))
             yield f"trainer.{name}={_written(value)}: must be {options}; {instead}"
-    if (logger := trainer.get("logger", [])) is None or logger is True:
-        yield f"trainer.logger={_written(logger)}: must be a list or false; Lightning's own is logger=tensorboard"
-    if _CHECKPOINT_IO not in str(trainer.get("plugins")):
-        yield (
-            f"trainer.plugins={trainer.get('plugins')}: must be a list with {{_target_: {_CHECKPOINT_IO}}}, which "
-            "keeps checkpoints whole"
-        )
-    strategy = trainer.get("strategy")
-    if isinstance(strategy, str) and strategy not in _STRATEGIES and not strategy.startswith(("deepspeed", "fsdp")):
-        yield f"trainer.strategy={strategy}: use one of {', '.join(_STRATEGIES)}, or trainer=ddp or trainer=fsdp"
 
 
 def _written(value: Any) -> str:

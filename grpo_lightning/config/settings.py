@@ -23,13 +23,9 @@ def value_at(config: Any, key: str, default: Any = None) -> Any:
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every node of nested settings, parents first, as pairs of dotted key and value.
+    """Every node of nested settings, or of those at the key ``prefix``, parents first: pairs of dotted key and value.
 
     A part of a run that others contain, as ``module.loss`` is ``${loss}``, is visited once, where it stands by itself.
-
-    Args:
-        config: All settings, or those at a key.
-        prefix: This key; empty for all settings.
     """
     yield from _walk(config, prefix, {} if prefix else config)
 

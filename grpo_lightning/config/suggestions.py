@@ -47,12 +47,7 @@ def aliases() -> dict[str, dict[str, str]]:
 
 
 def translate_key(key: str, value: str | None = None) -> str | None:
-    """What a setting of TRL, verl and others is called here, as the end of a sentence; None if it is none.
-
-    Args:
-        key: As a user wrote it, with or without verl's ``actor_rollout_ref``.
-        value: What it was set to; None: not known.
-    """
+    """What a setting of TRL, verl and others is called here, as the end of a sentence; None if it is none."""
     same, similar = aliases().values()
     last = key.rpartition(".")[2]
     foreign = [last] if same.get(last, "").rpartition(".")[2] != last else []  # rollout.top_p is a word of both
@@ -74,33 +69,8 @@ def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | Non
     return None
 
 
-def unknown_option(option: str, following: str | None, keys: Collection[str]) -> str:
-    """What to say of an option that Hydra does not have, such as ``--lr 1e-5``: settings have no dashes here.
-
-    Args:
-        option: With its dashes, as typed.
-        following: The word after it, which may be its value.
-        keys: Dotted keys of the settings.
-    """
-    name, sign, value = option.lstrip("-").partition("=")
-    name = name.replace("-", "_")
-    value = value if sign else following or "VALUE"
-    if name in keys:
-        return single_line(f"{option}: write {shlex.quote(f'{name}={value}')}, without dashes")
-    hint = unknown_key(name, value, keys)
-    return single_line(
-        f"{option}: {hint or f'write KEY=VALUE, without dashes; {command_name()} --help lists the keys'}"
-    )
-
-
 def explain_compose_error(error: Exception, conf: Path, words: Sequence[str] = ()) -> str:
-    """One sentence for an error of Hydra or OmegaConf about overrides: key, value, and what may have been meant.
-
-    Args:
-        error: Raised by composing settings.
-        conf: The directory of the settings' files, whose folders are the groups.
-        words: The user's overrides.
-    """
+    """One sentence for an error of Hydra about the overrides ``words``; the folders of ``conf`` are the groups."""
     text = str(error)
     typed = {word.partition("=")[0].lstrip("+~"): word.lstrip("+~") for word in words}
     if (match := _NO_CHOICE.search(text)) and not match[1].startswith("hydra/"):

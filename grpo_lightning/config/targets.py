@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,10 +63,10 @@ def target_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def import_target(path: str, trusted: Collection[str] = (), allowed: Collection[str] = ALLOWED_TARGETS) -> Any:
-    """Import the function or class that a path names.
+    """Import the function or class that a path such as ``torch.optim.AdamW`` names.
 
     Args:
-        path: Such as ``torch.optim.AdamW``.
+        path: Dotted path.
         trusted: Packages that the user trusts.
         allowed: Packages, modules and classes that may be named besides the user's own code.
 
@@ -158,48 +157,15 @@ def _defining_module(member: Any) -> str:
 
 
 def argument_problems(node: Mapping[str, Any], key: str, trusted: Collection[str] = ()) -> Iterator[str]:
-    """What is wrong with the ``_target_`` of settings, which is imported, and with its arguments.
-
-    Args:
-        node: Settings with a ``_target_``.
-        key: The dotted key of these settings.
-        trusted: Packages that the user trusts.
-    """
+    """What is wrong with the ``_target_`` of the settings ``node`` at ``key``, which is imported, and its arguments."""
     target = str(node["_target_"])
     try:
         member = import_target(target, trusted)
     except ValueError as error:
         yield f"{key}._target_={target}: {error}"
         return
-    if "_args_" not in node:
-        yield from _argument_problems(member, node, key, target)
-
-
-def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with ``policy.adapter``, the arguments of peft's ``LoraConfig``, which is imported."""
-    adapter = policy.get("adapter")
-    if isinstance(adapter, Mapping):
-        if "task_type" in adapter:
-            yield "policy.adapter.task_type: unknown; the task is always CAUSAL_LM"
-        yield from _argument_problems(_imported("peft.LoraConfig"), adapter, "policy.adapter", "peft.LoraConfig")
-    elif adapter is not None:
-        yield f"policy.adapter={adapter}: must be arguments of peft's LoraConfig, as {{r: 16, lora_alpha: 32}}, or null"
-
-
-def with_targets(config: Any) -> Any:
-    """Settings in which tools that are named by dotted paths are targets, so that they are checked and imported.
-
-    Args:
-        config: Resolved settings, which are changed.
-    """
-    for key, tools in list(walk(config, "config")):
-        if key.endswith(".tools") and isinstance(tools, list):
-            tools[:] = [{"_target_": tool, "_partial_": True} if isinstance(tool, str) else tool for tool in tools]
-    return config
-
-
-def _argument_problems(member: Any, node: Mapping[str, Any], key: str, target: str) -> Iterator[str]:
-    """Arguments that are missing or unknown."""
+    if "_args_" in node:
+        return
     try:
         parameters = inspect.signature(member).parameters
     except (TypeError, ValueError):  # it does not say what it takes
@@ -208,10 +174,18 @@ def _argument_problems(member: Any, node: Mapping[str, Any], key: str, target: s
     required = [name for name, p in named.items() if p.default is p.empty and p.kind is not p.POSITIONAL_ONLY]
     if (missing := [name for name in required if name not in node]) and not node.get("_partial_"):
         yield f"{key}: {target} needs {', '.join(missing)} (or `_partial_: true`, which passes on the function itself)"
-    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in node:
         if name not in named and not name.startswith("_"):
             meant = nearest(name, named)
             guess = f"the nearest is {meant}; " if meant else ""
             yield f"{key}.{name}: unknown; {guess}{target} takes {', '.join(parameters)}"
+
+
+def with_targets(config: Any) -> Any:
+    """Turn the tools that resolved settings name by dotted paths into targets, in place."""
+    for key, tools in list(walk(config, "config")):
+        if key.endswith(".tools") and isinstance(tools, list):
+            tools[:] = [{"_target_": tool, "_partial_": True} if isinstance(tool, str) else tool for tool in tools]
+    return config

@@ -59,8 +59,7 @@ class PromptData(LightningDataModule):
     """Training and held-out prompts, as text.
 
     Every epoch of the trainer is the stretch of steps up to the next validation: each time the training prompts are
-    iterated over, they begin after the last completed step. All processes read the same batches and divide them later,
-    so that any trainer's settings for samplers and reloading will do.
+    iterated over, they begin after the last completed step. All processes read the same batches and divide them later.
 
     Args:
         train: The training source, or a callable that opens it in ``load``.
@@ -126,10 +125,7 @@ class PromptData(LightningDataModule):
         return tuple(self.validation[0][1])
 
     def load(self) -> tuple[Source, Source]:
-        """Open both sources, the first time it is called.
-
-        Returns:
-            The training prompts and the held-out ones that are used.
+        """Open both sources, the first time it is called: the training prompts and the held-out ones that are used.
 
         Raises:
             ValueError: A source is malformed or has too few prompts.
@@ -143,14 +139,7 @@ class PromptData(LightningDataModule):
         return self._sources
 
     def limit_prompts(self, fits: Fits) -> None:
-        """Drop the prompts that are longer than ``max_prompt_length``, and say how many they were.
-
-        Args:
-            fits: Which of some prompts have at most ``max_prompt_length`` tokens.
-
-        Raises:
-            ValueError: Too few are left.
-        """
+        """Drop the prompts that do not fit into ``max_prompt_length`` tokens; raises ValueError if too few are left."""
         if self.max_prompt_length is None:
             return
         try:
@@ -237,15 +226,10 @@ class PromptData(LightningDataModule):
 
 
 def check_prompts(data: PromptData, policy: Policy, config: Mapping[str, Any]) -> None:
-    """Check that the prompts left after ``data.max_prompt_length`` fit into the context.
-
-    Args:
-        data: Its prompts are read; of a source that makes them on access only the first.
-        policy: Knows their lengths in tokens, and its context.
-        config: The run's settings.
+    """Check that the prompts, those that are made on access only in part, fit into the policy's context.
 
     Raises:
-        ValueError: A prompt does not fit into the model's context together with the longest completion.
+        ValueError: One does not, together with the longest completion; names its row.
     """
     if "rollout" not in config["module"]:  # supervised
         return

@@ -149,17 +149,7 @@ _REASONING: Mapping[str, Reasoning] = {
 
 
 def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, slip_rate: float) -> str:
-    """A completion ``<think>reasoning</think><answer>answer</answer>`` for an entry of a reasoning_gym task.
-
-    Args:
-        task: Name of a reasoning_gym data set.
-        entry: One of its entries.
-        rng: Decides where the demonstration slips, and to what.
-        slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
-
-    Raises:
-        ValueError: The entry is of a kind that the demonstrations of its task do not show.
-    """
+    """A completion ``<think>reasoning</think><answer>answer</answer>`` for an entry of a reasoning_gym task."""
     reasoning, answer = _REASONING[task](entry["metadata"], rng, slip_rate)
     return f"<think>{reasoning}</think><answer>{answer}</answer>"
 

@@ -16,15 +16,7 @@ _MIN_HOLD_OUT = 5  # rows; of fewer in memory all serve for training and validat
 
 
 def check_prompt(value: Any, where: str) -> Prompt:
-    """Check the prompt of one row: text, chat messages with the keys "role" and "content" only, or token ids.
-
-    Args:
-        value: What the row has in the column of the prompt.
-        where: Which file, line and column that is, for messages.
-
-    Raises:
-        ValueError: It is none of these, or empty.
-    """
+    """The prompt of a row: text, chat messages with "role" and "content" only, or token ids; ValueError otherwise."""
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, list) and value:
@@ -102,15 +94,10 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     """Read the rows of a file, each with its place: the file, and the number of the line or row."""
     if path.suffix not in (*_JSON, _PARQUET):
         raise ValueError(f"data.path={path}: expected a file ending in {', '.join((*_JSON, _PARQUET))}")
-    if not path.is_file():
-        raise ValueError(f"data.path={path}: there is no such file")
     if path.suffix == _PARQUET:
         import pyarrow.parquet
 
-        try:
-            rows = pyarrow.parquet.read_table(str(path)).to_pylist()
-        except pyarrow.ArrowException as error:
-            raise ValueError(f"{path}: not a parquet file, or damaged: {error}") from error
+        rows = pyarrow.parquet.read_table(str(path)).to_pylist()
         return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
     with path.open("rb") as file:  # bytes, as only a newline ends a line of JSON
         places = [(f"{path}, line {number}", line) for number, line in enumerate(file, 1) if line.strip()]
@@ -159,13 +146,7 @@ def prompts(
 
 
 def memory_prompts(*, train: Any, validation: Any, **settings: Any) -> PromptData:
-    """Data module of rows in memory, as `Inline` takes them.
-
-    Args:
-        train: Training rows.
-        validation: Held-out rows; None holds out some of ``train``, or takes all of them where they are few.
-        settings: Everything else that ``PromptData`` needs.
-    """
+    """Data module of rows in memory; without ``validation`` some are held out, or all of them where they are few."""
     rows = Inline(train, "data")
     if validation is not None:
         return PromptData(train=rows, validation=Inline(validation, "data, validation"), **settings)

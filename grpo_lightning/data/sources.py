@@ -88,11 +88,7 @@ def place(source: Source, index: int) -> str:
 
 
 def keep(source: Source, fits: Fits) -> tuple[Source, int]:
-    """Leave out the prompts that do not fit, in one pass over the source.
-
-    Args:
-        source: The rows; one with a method ``keep`` does it itself, and may replace rows instead.
-        fits: Says which of a list of prompts may stay.
+    """Leave out the prompts that do not fit, in one pass; a source with a method ``keep`` may replace them instead.
 
     Returns:
         The remaining rows in the same order, and how many were lost.
@@ -111,11 +107,8 @@ def keep(source: Source, fits: Fits) -> tuple[Source, int]:
 def hold_out(source: Source, size: int) -> tuple[Source, Source]:
     """Split a source into training and validation rows, the same in every run, both in the source's order.
 
-    A training row whose prompt is also held out is left out.
-
-    Args:
-        source: All rows.
-        size: The most rows to hold out; never more than a fifth of them, but at least one.
+    At most ``size`` rows are held out, never more than a fifth but at least one. Training rows with a prompt
+    that is also held out are left out.
 
     Raises:
         ValueError: There are fewer than two rows, or no two different prompts.
@@ -141,13 +134,7 @@ def hold_out(source: Source, size: int) -> tuple[Source, Source]:
 
 @functools.lru_cache(maxsize=2)  # a step may straddle two epochs; no more are ever in use
 def permutation(seed: int, epoch: int, size: int) -> Tensor:
-    """A random order of ``range(size)`` that depends on nothing but the arguments.
-
-    Args:
-        seed: The run's seed.
-        epoch: The number of the pass over the data; each has an order of its own.
-        size: How many indices there are.
-    """
+    """A random order of ``range(size)``, another one for every ``epoch``, that depends on the arguments alone."""
     digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()  # torch's CPU generator only reads 32 bits of a seed
     return torch.randperm(size, generator=torch.Generator().manual_seed(int.from_bytes(digest[:4], "big")))
 
@@ -161,14 +148,7 @@ def prompt_index(seed: int, i: int, size: int) -> int:
 class StepSampler(Sampler[list[int]]):
     """The indices of every step's prompts, one list per step; the same in all processes, which divide them.
 
-    Step s consumes prompts s·P to (s + 1)·P - 1 of the run.
-
-    Args:
-        size: How many prompts the data have.
-        prompts_per_step: Prompts of one step over all processes, P.
-        seed: The run's seed.
-        start_step: The first step.
-        num_steps: How many steps there are.
+    Step s consumes prompts s·P to (s + 1)·P - 1 of the run, where P is ``prompts_per_step``.
     """
 
     def __init__(self, size: int, prompts_per_step: int, seed: int, start_step: int, num_steps: int) -> None:
@@ -187,13 +167,8 @@ class StepSampler(Sampler[list[int]]):
 def even_batches(size: int, batch_size: int, processes: int) -> list[list[int]]:
     """Divide ``range(size)`` in order into batches whose sizes differ by at most one.
 
-    Args:
-        size: How many prompts there are.
-        batch_size: The most prompts of a batch for one process, unless another would be left with none.
-        processes: Over how many processes a batch is divided; each gets at least one prompt.
-
-    Raises:
-        ValueError: There are fewer prompts than processes.
+    A batch is divided over ``processes``, each of which gets 1 to ``batch_size`` prompts of it, or more where another
+    would be left with none.
     """
     if size < processes:
         raise ValueError(f"data.validation_size={size}: expected at least the number of processes, {processes}")

@@ -119,25 +119,6 @@ def misbehave(how: str) -> Any:
     return _FAULTS[how]()
 
 
-def undescribed(a: int, b: int) -> int:
-    """Adds.
-
-    Args:
-        a: The first.
-    """
-    return a + b
-
-
-def unhinted(a, b: int) -> int:
-    """Adds.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
-
-
 class Shelf:
     """What a program of the user's makes, whose method is a tool."""
 
