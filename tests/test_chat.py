@@ -129,53 +129,32 @@ def test_without_a_template_an_empty_line_stands_between():
     # only the template's own head is not repeated, and there must be something to go on from
     assert numbers.ids("9 7", after=9) == [9, 7]
     assert numbers.ids("9", after=9) == [9]
-    words.add_tokens(["\n\n"])
-    [line] = words("\n\n")["input_ids"]
-    assert plain(words).ids("46", after=line) == plain(words).ids("46", after=None)[1:] == words("46")["input_ids"]
-    assert plain(words).ids("", after=line) == [line]
     letters = character_tokenizer(64)
     replies = ChatReplies(letters, uses_chat_template=True, end_ids=[letters.eos_token_id])
     assert letters.decode(replies.ids("too low", after=letters.eos_token_id)) == "\ntoo low\n"
 
 
-@pytest.mark.parametrize(
-    "name, role, system_prompt, message",
-    [
+def test_a_template_that_cannot_show_replies_is_refused_with_its_fault():
+    for name, role, system_prompt, message in (
         ("phi3", "tool", None, "role tool: the chat template drops replies"),
-        ("llama3_2", "tool", None, "or does not show them as they are"),  # it makes them JSON
-        ("gemma", "tool", None, "refuses such a conversation: Conversation roles must alternate"),
         ("gemma", "user", "Be brief.", "refuses such a conversation: System role not supported"),
         ("mistral_v0_3", "user", "Be brief.", r"changes the prompt once there is a reply \(a system prompt"),
         ("deepseek_r1_distill", "tool", None, "drops or changes earlier turns"),
-        ("qwen2_5", "system", None, "the role of a reply 'system': needs one of user, tool"),
-    ],
-)
-def test_a_template_that_cannot_show_replies_is_refused_with_its_fault(name, role, system_prompt, message):
-    with pytest.raises(ValueError, match=message):
-        made(name, system_prompt=system_prompt).check(role)
-
-
-def test_faults_of_custom_templates():
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(name, system_prompt=system_prompt).check(role)
     each = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     generate = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     tools = [{"type": "function", "function": {"name": "look"}}]
     for template, kwargs, message in (
-        (each, {}, "changes the prompt"),  # nothing says that the model goes on
-        ("{% set messages = messages[-1:] %}" + each + generate, {}, "drops or repeats the model's turn"),
         ("{% set messages = messages + messages %}" + each + generate, {}, "drops or repeats the model's turn"),
-        ("{% set messages = messages[:2] %}" + each + generate, {}, "drops replies"),
         ("{% set messages = messages[:1] + messages[1:][-2:] %}" + each + generate, {}, "drops or changes earlier"),
-        ("{{ messages | length }}" + each + generate, {}, "changes the prompt"),
-        ("{{ messages | length > 3 }}" + each + generate, {}, "drops or changes earlier"),
-        (each + generate + "{{ nothing.at.all }}", {}, "refuses such a conversation"),
         (each + generate, {"tools": tools}, "does not show the tools look"),
     ):
         words = chatml(chat=True)
         words.chat_template = template
         with pytest.raises(ValueError, match=message):
             ChatReplies(words, uses_chat_template=True, template_kwargs=kwargs).check("user")
-    with pytest.raises(ValueError, match=r"tools \(look\) need a policy with a chat template"):
-        ChatReplies(chatml(chat=False), uses_chat_template=False, template_kwargs={"tools": tools}).check("user")
 
 
 def test_a_system_prompt_is_said_once():
@@ -187,17 +166,12 @@ def test_a_system_prompt_is_said_once():
 
 
 def test_a_warning_says_once_that_a_template_drops_thoughts(caplog):
-    dropping = (
-        ("qwen3", "user", {}),
-        ("deepseek_r1_distill", "user", {}),
-        ("qwen3", "tool", {"enable_thinking": False}),
-    )
-    for name, role, kwargs in (*dropping, ("qwen2_5", "user", {})):
+    for name, warnings in (("qwen3", 1), ("qwen2_5", 0)):
         caplog.clear()
-        replies = made(name, **kwargs)
-        replies.check(role)
-        replies.ids("higher", role=role, after=None)
-        assert caplog.text.count("drops thoughts") == ((name, role, kwargs) in dropping)
+        replies = made(name)
+        replies.check("user")
+        replies.ids("higher", after=None)
+        assert caplog.text.count("drops thoughts") == warnings
 
 
 def test_no_reply_brings_special_tokens():

@@ -23,7 +23,7 @@ _COPY = re.compile(r"\.modules_to_save\.(\w+)\.")
 
 
 def is_adapted(model: Any) -> "TypeGuard[PeftModel]":
-    """Whether a model has an adapter; whoever has put it there has imported peft."""
+    """Whether a model has an adapter of peft's, which is then imported."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 

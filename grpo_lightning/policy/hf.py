@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,9 @@ class HFPolicy(Policy):
     Args:
         model: The weights, trained in place; its dropout is switched off.
         tokenizer: A fast or slow transformers tokenizer.
-        share_prompts: Whether a group's prompt is computed once for all its completions. A model of which that does
-            not give the same results, as a trial at its first use shows, goes without.
-        activation_offload: Whether what a backward pass needs of its forward pass waits in CPU RAM.
+        share_prompts: Whether a group's prompt is computed once for all its completions; off where a trial at the
+            first use gives other results than the model's own forward pass.
+        activation_offload: Whether activations wait in CPU RAM for the backward pass.
         options: Those of `Policy`: system_prompt, plain_text, template_kwargs and reply_role.
 
     Raises:
@@ -76,8 +76,7 @@ class HFPolicy(Policy):
 
     @property
     def device(self) -> torch.device:
-        place: torch.device = self.model.device
-        return place
+        return cast(torch.device, self.model.device)
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -129,10 +128,12 @@ class HFPolicy(Policy):
                 rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
             )
 
+    @torch.no_grad()
     def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
         path = self._shared_path(rows.ids.shape[1])
         if path is None:
-            return logprobs.separate_logits(self.model, rows, temperature=temperature)
+            logits = logprobs.model_logits(self.model, rows)
+            return logprobs.logits_in_chunks(logits, rows, temperature=temperature)
         return logprobs.shared_logits(path.decoder, path.head, rows, temperature=temperature)
 
     def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """Policies from the hub, a directory or a Python package; or with random weights."""
 
 import os
-import string
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -10,14 +9,12 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -26,11 +23,6 @@ from grpo_lightning.config.redaction import single_line
 from grpo_lightning.config.rules import local_or_hub
 from grpo_lightning.policy.adapters import with_adapter
 from grpo_lightning.policy.hf import HFPolicy
-
-_SPECIAL = ("<pad>", "<unk>", "<eos>")
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_CHARACTERS = "\n" + "".join(sorted(c for c in string.printable if c.isprintable()))
-"""Newline and the 95 printable ASCII characters, in code-point order."""
 
 
 def load(
@@ -52,8 +44,7 @@ def load(
         dtype: Of the weights: float32, bfloat16 or float16.
         attn_implementation: transformers' name, such as sdpa or eager.
         trust_remote_code: Whether code that comes with the weights may run.
-        adapter: Arguments of peft's ``LoraConfig``, such as r, lora_alpha and target_modules: only the adapter is
-            trained. null trains all weights.
+        adapter: Arguments of peft's ``LoraConfig``: only the adapter is trained. null trains all weights.
         quantization: 8bit or 4bit (bitsandbytes): frozen weights of a quarter or an eighth of the size, below an
             adapter. null: as they are.
         gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
@@ -208,26 +199,10 @@ def character_llama(
     return HFPolicy(model, tokenizer)
 
 
-def character_tokenizer(context: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of 103 tokens: padding, unknown and end of sequence, newline and printable ASCII, then four tags.
+def character_tokenizer(context: int) -> Any:
+    """The tokenizer of the shipped model: padding, unknown and end of sequence, printable ASCII, then four tags.
 
     The tags are ordinary added tokens, so decoding without special tokens keeps them. The special tokens' names in a
     text are read as characters (``split_special_tokens``), so that no prompt can contain an end of sequence.
     """
-    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _TAGS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token="<eos>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,
-        chat_template="{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}",
-        model_max_length=context,
-    )
+    return AutoTokenizer.from_pretrained(Path(__file__).parent / "tiny", model_max_length=context)

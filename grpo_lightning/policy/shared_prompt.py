@@ -126,7 +126,7 @@ def windows(model: Any) -> dict[int, int]:
 
 @torch.no_grad()
 def check(model: Any) -> bool:
-    """Compare the shared path with the model's own forward pass, on a few tokens that are given and a few sampled.
+    """Compare the shared path with the model's own forward pass, on random tokens and on sampled ones.
 
     Returns:
         Whether a `FusedDecodeStep` computes the same, too.

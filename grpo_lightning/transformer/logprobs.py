@@ -19,13 +19,7 @@ Chunk = tuple[Tensor, Tensor]
 
 
 def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """``Policy.logprobs_and_entropy`` by the model's own forward pass, with all logits at once.
-
-    It works with any causal language model.
-
-    Returns:
-        Log-probabilities [B, T] and entropies [B, T] in nats, 0 where masked; None for entropies that are not wanted.
-    """
+    """``Policy.logprobs_and_entropy`` by the own forward pass of any causal language model, with all logits at once."""
     length = rows.mask.shape[1]
     logits = model_logits(model, rows)
     used = logits.shape[1]
@@ -73,11 +67,7 @@ def shared(
     entropy: bool,
     loss_gradient: LossGradient | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``Policy.logprobs_and_entropy`` with every prompt computed once, no padding, and logits for completions only.
-
-    Returns:
-        Log-probabilities [B, T] and entropies [B, T] in nats, 0 where masked; None for entropies that are not wanted.
-    """
+    """``Policy.logprobs_and_entropy`` with every prompt computed once, no padding, and logits for completions only."""
     length = rows.mask.shape[1]
     start = rows.ids.shape[1] - length
     hidden, numbers = predicting(decoder, rows)
@@ -153,21 +143,9 @@ def shared_logits(decoder: Any, head: LMHead, rows: Sampled | Rollout, *, temper
         yield numbers[part], head.logits(hidden[part], head.weight, head.bias, temperature)
 
 
-def separate_logits(model: Any, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-    """The same by the model's own forward pass, which makes the logits of all rows at once."""
-    with torch.no_grad():
-        return logits_in_chunks(model_logits(model, rows), rows, temperature=temperature)
-
-
 @torch.no_grad()
 def logits_in_chunks(logits: Tensor, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-    """A chunk at a time of logits that are there already.
-
-    Args:
-        logits: [B, t, V] of the first t completion tokens, behind which no row has any.
-        rows: Whose they are.
-        temperature: Divides the logits, > 0.
-    """
+    """The same of logits [B, t, V] of the first t completion tokens that are there already; no row has more tokens."""
     length = rows.mask.shape[1]
     tokens = rows.mask.flatten().nonzero().flatten()  # [B, T] -> [B * T] -> [C]
     for numbers in tokens.split(tokens_per_chunk(logits.shape[-1], logits.device)):
@@ -187,10 +165,7 @@ def same_prompts(rows: Sampled | Rollout) -> list[list[int]]:
 
 
 def completion_ends(mask: Tensor) -> Tensor:
-    """How many tokens [B] of every completion are read: those up to its last one in the mask [B, T].
-
-    What lies before it and is not in the mask, such as a reply, is read all the same.
-    """
+    """How many tokens [B] of every completion are read: those up to its last one in the mask [B, T]."""
     places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return (mask * places).amax(-1)  # [B, T] -> [B]
 
@@ -206,11 +181,8 @@ def lengths(rows: Sampled | Rollout) -> tuple[list[int], list[int]]:
 def packed_microbatches(rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
     """Micro-batches without padding, for a model that computes a prompt once for all rows that share it.
 
-    Groups are taken from the largest to the smallest. A group stays together unless it is larger than the budget.
-
-    Args:
-        rows: B prompts and completions.
-        tokens: The most tokens in one forward pass; a row that is longer goes alone.
+    Groups are taken from the largest to the smallest. A group stays together unless it is larger than the budget of
+    ``tokens`` in one forward pass; a row that is longer goes alone.
 
     Returns:
         Disjoint index tensors that together cover all B rows.
@@ -240,7 +212,7 @@ def padded_microbatches(rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
     """Micro-batches in which every row is padded to the widest prompt and the longest completion.
 
     Rows are taken from the longest to the shortest, so that little of a micro-batch is padding and the largest one
-    comes first. Arguments and returns are those of `packed_microbatches`; padding counts as tokens.
+    comes first. Otherwise as `packed_microbatches`; padding counts as tokens.
     """
     completion, prompt = lengths(rows)
     batches: list[list[int]] = []
