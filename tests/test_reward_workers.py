@@ -188,21 +188,11 @@ def scored(function, completions, **settings):
     return found.values["mine"], found.failed["mine"]
 
 
-class Awaited:
-    async def __call__(self, completions, prompts):
-        return await judges.lengths(completions, prompts)
-
-    async def of_one(self, completion, prompt):
-        return await judges.length(completion, prompt)
-
-
 def test_every_form_of_a_coroutine_scores(quick):
     for function in (
         judges.lengths,
         functools.partial(functools.partial(judges.lengths), level=1),
-        functools.partial(Awaited()),
         PerCompletion(functools.partial(judges.length)),
-        PerCompletion(Awaited().of_one),
     ):
         for timeout in (None, 5.0):
             specs = {"mine": RewardSpec(function, 1.0, timeout=timeout, max_failed=0.0)}

@@ -4,8 +4,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_lightning.reward.text import FENCE, answer_text, fenced_blocks, tag
 from grpo_lightning.sandbox.client import Limits, Outcome, run
@@ -26,13 +25,12 @@ __call(%r, %r)
 """Appended to a program whose function is called: the result is its last line, in JSON."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One test of a program: what it reads, what it has to print or return, and what is appended to call a function."""
+class Case(NamedTuple):
+    """One test of a program."""
 
     stdin: str
     expected: Any  # stays out of the sandbox
-    call: str = ""
+    call: str = ""  # appended to call a function
 
 
 def code(

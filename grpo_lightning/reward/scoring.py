@@ -84,11 +84,11 @@ class Scoring:
 
     @property
     def may_begin(self) -> bool:
-        """Whether `begin` does anything: whether a reward has a timeout or is a coroutine."""
+        """Whether a reward has a timeout or is a coroutine, so that `begin` does something."""
         return bool(self._pending)
 
     def begin(self, row: int, text: str, ids: Sequence[int]) -> None:
-        """Start on one completion, given its row, its text and its token ids, with the rewards that need not wait."""
+        """Start to score one completion with the rewards that have a timeout or are coroutines."""
         for name in self._pending:
             self._submit(name, row, {"completions": text, "completion_ids": ids})
 
@@ -165,11 +165,7 @@ def score(
     columns: Mapping[str, Sequence[Any]],
     completion_ids: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, list[float | None]]:
-    """Score completions; arguments, errors and order as in `Scoring`.
-
-    Returns:
-        Name -> [B] finite numbers, or None where the reward does not apply; of steps, their mean.
-    """
+    """Score completions, as `Scoring` does: name -> [B] numbers, of steps their mean, or None."""
     scores = Scoring(rewards, prompts, columns).finish(completions, completion_ids)
     return {name: [scalar(value) for value in values] for name, values in scores.values.items()}
 
@@ -198,7 +194,7 @@ def _arguments(spec: RewardSpec, known: Mapping[str, Sequence[Any]]) -> dict[str
 
 
 def _messages(given: "Prompt", role: str) -> list[dict[str, str]]:
-    """A text as one chat message of ``role``; chat messages as they are, copied; token ids as their numbers."""
+    """A text as one chat message of ``role``; chat messages copied; token ids as their numbers."""
     if isinstance(given, str):
         return [{"role": role, "content": given}]
     return [dict(item) if isinstance(item, dict) else {"role": role, "content": str(item)} for item in given]
@@ -231,7 +227,7 @@ def _checked(name: str, result: Any, completions: Sequence[str]) -> list[Score]:
 
 
 def _steps(pairs: Sequence[Any], length: int) -> Score:
-    """(end, score) tuples in the order of their ends; NaN if ``pairs`` are no such pairs."""
+    """(end, score) tuples in the order of their ends; NaN if they are none."""
     steps: list[tuple[int, float]] = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:

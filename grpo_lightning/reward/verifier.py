@@ -72,7 +72,7 @@ def may_be_verified(task: str, text: str, answer: str) -> bool:
     """Whether the verifier of a task can be given what the model answers; ``answer`` is the right one."""
     if task not in GATES and text == answer:
         return True
-    return len(text) <= max(_MAX_CHARACTERS, 4 * len(answer)) and GATES.get(task, _anything)(text)
+    return len(text) <= max(_MAX_CHARACTERS, 4 * len(answer)) and (task not in GATES or GATES[task](text))
 
 
 def is_harmless(text: str) -> bool:
@@ -103,15 +103,11 @@ def is_literal(text: str) -> bool:
     return True
 
 
-def _anything(_: str) -> bool:
-    return True
-
-
 GATES: Mapping[str, Callable[[str], bool]] = {
     **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), is_literal),
     **dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), is_harmless),
     **dict.fromkeys(("intermediate_integration", "simple_integration"), is_harmless),
-    **dict.fromkeys(("propositional_logic", "coin_flip", "rubiks_cube", "rush_hour"), _anything),
+    **dict.fromkeys(("propositional_logic", "coin_flip", "rubiks_cube", "rush_hour"), lambda _: True),
 }
 """Task whose verifier runs in a worker -> the texts that it can be given. Such verifiers evaluate text, simplify
 formulas, try all truth values or carry out moves one by one."""
@@ -156,7 +152,9 @@ def _start(verifier: Verifier, task: str, text: str, entry: Mapping[str, Any]) -
 
 def _check_row(task: str, answer: Any, metadata: Mapping[str, Any]) -> None:
     """Check what a verifier evaluates of a row of data, which may have been downloaded."""
-    name, is_allowed = _EVALUATED.get(task, ("", _anything))
+    if task not in _EVALUATED:
+        return
+    name, is_allowed = _EVALUATED[task]
     text = answer if name == "answer" else metadata.get(name)
     if text is not None and not (isinstance(text, str) and is_allowed(text)):
         raise ValueError(

@@ -1,9 +1,8 @@
 """Worker processes for functions that could hang, crash or eat the memory on odd text.
 
-One pool for all rewards and environments of a process, started at first use. Workers are forked from a fresh server, so
-that they inherit neither the trainer's threads nor its GPU. A call's time limit is an alarm that the kernel keeps: it
-ends C code that never returns to Python, even when the trainer is gone. As with every program that uses
-`multiprocessing`, a script that calls this needs ``if __name__ == "__main__":``.
+One pool for all rewards and environments of a process, started at first use and forked from a fresh server, without the
+trainer's threads and GPU. A call's time limit is an alarm of the kernel: it ends C code that never returns to Python,
+even when the trainer is gone. A script that calls this needs ``if __name__ == "__main__":``.
 """
 
 import atexit
