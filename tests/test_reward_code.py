@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 
-from grpo_lightning import compose
 from grpo_lightning.config import ConfigError, check_runtime
 from grpo_lightning.reward import RewardSpec, Scoring
 from grpo_lightning.reward.code import code, program
@@ -125,12 +124,3 @@ def test_a_run_without_a_sandbox_ends_before_it_begins(monkeypatch):
     ):
         check_runtime(config)
     check_runtime(composed("reward=[accuracy]"))
-
-
-@pytest.mark.slow
-def test_a_run_with_programs(tmp_path):
-    rows = [{"prompt": f"Double it, {n}.", "tests": DOUBLES} for n in range(8)]
-    small = ("steps=1", "data.prompts_per_step=2", "rollout.group_size=2", "validation.every=1")
-    run = compose(*small, "reward=[code,length]", run_dir=tmp_path / "run", data=rows)
-    run.fit()
-    assert run.metrics["reward/code"] == 0.0  # the shipped policy writes no programs
