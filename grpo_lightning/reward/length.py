@@ -41,8 +41,7 @@ def soft_overlong(
         completion_ids: [B] tokens of each completion.
         max_length: The tokens from which on the reward is -1.
         buffer: The fraction of ``max_length`` over which the reward falls, in (0, 1].
-        episode_tokens: [B] tokens of all turns and replies of each episode, which count in place of the completion's,
-            since the limit is one for all of them; None: completions of one turn.
+        episode_tokens: [B] tokens of all turns and replies of each episode, which count in place of the completion's.
     """
     tokens = buffer * max_length
     lengths = [len(ids) for ids in completion_ids] if episode_tokens is None else episode_tokens
@@ -84,7 +83,7 @@ def cosine_length(
     for which `soft_overlong` can stand beside it.
 
     Args:
-        completions: [B]
+        completions: [B] texts, of ``completion_ids``.
         completion_ids: [B] the tokens of each completion.
         outcome: The reward that says what is right: a score of at least 1.
         max_length: The tokens from which on the value stays at its end; at least 1.

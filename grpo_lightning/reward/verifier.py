@@ -1,7 +1,7 @@
 """reasoning_gym's verifiers, and what may be given to them.
 
-Some evaluate the model's text as Python or let sympy do so, and some do work that grows with the numbers in it. These
-run in worker processes that are ended after a time, and text that could run code does not reach them: it is wrong.
+Those that evaluate the model's text as Python, or do work that grows with the numbers in it, run in worker processes
+that are ended after a time. Text that could run code does not reach them: it is wrong.
 """
 
 import ast

@@ -21,7 +21,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from grpo_lightning.config.redaction import single_line
-from grpo_lightning.reward.spec import describe_error, to_plain
+from grpo_lightning.reward.spec import describe_error, innermost, to_plain
 
 MAX_WORKERS = 8
 POLL_SECONDS = 0.25
@@ -29,7 +29,6 @@ POLL_SECONDS = 0.25
 _MAX_MEMORY = 4 * 2**30  # bytes that one worker may allocate
 _MAX_STARTS = 3  # of workers for the same call
 _SPARE_SECONDS = 60.0  # to import a function; also, how late a call is ended that switches its alarm off
-_MAX_WRAPPED = 3  # partials and PerCompletions around a function
 _TRAINER_SIGNALS = [
     number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ]
@@ -155,11 +154,8 @@ def _start_server(function: Any) -> None:
     """
     from multiprocessing import forkserver, resource_tracker
 
-    modules = [__name__]
-    for _ in range(_MAX_WRAPPED):
-        if function is not None:
-            modules.append(getattr(function, "__module__", None) or type(function).__module__)
-        function = getattr(function, "func", None) or getattr(function, "function", None)
+    called = innermost(function)
+    modules = [__name__, getattr(called, "__module__", None) or type(called).__module__]
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _TRAINER_SIGNALS)
     try:
         resource_tracker.ensure_running()

@@ -131,7 +131,7 @@ print(*(
 
 
 class _Server:
-    """The process of `grpo_lightning.sandbox.server`, once a program in it has failed to get out."""
+    """The process of `grpo_lightning.sandbox.server`; a program in it has failed to get out."""
 
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
