@@ -187,18 +187,3 @@ def test_a_generator_that_is_no_environment_fails(function, turns, failure):
     episodes = episodes_of(function, {"start": [1]})
     assert replies_to(episodes, 0, *["x"] * turns)[-1] is None
     assert episodes.failed[0].startswith(f"exception: ValueError: {failure}")
-
-
-def long(start):
-    """Reply with more than is allowed."""
-    said = yield
-    while said:
-        said = yield f"{start}{'x' * 1000}"
-
-
-def test_a_reply_that_was_cut_is_recognized():
-    episodes = episodes_of(long, {"start": [1]}, max_reply=100)
-    first, second = replies_to(episodes, 0, "a", "b")
-    assert first == second == "1" + "x" * 73 + "… (1001 characters in all)"
-    assert len(first) == 100
-    assert episodes.failed == [None]
