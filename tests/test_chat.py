@@ -109,7 +109,6 @@ def test_replies_by_hand():
         assert replies.ids("higher", after=other) == [tokenizer.eos_token_id, *ids]
     tool = tokenizer.decode(replies.ids("4", role="tool", after=tokenizer.eos_token_id))
     assert tool == ("\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-    assert replies.end_of_turn("user", otherwise=3) == tokenizer.eos_token_id
     thoughtless = made("qwen3", enable_thinking=False)
     assert thoughtless._tokenizer.decode(thoughtless.ids("4", after=None)).endswith("<think>\n\n</think>\n\n")
     assert made("mistral_v0_2")._after_turn("higher", "user") == "</s>[INST] higher [/INST]"
@@ -120,7 +119,6 @@ def test_replies_by_hand():
 def test_without_a_template_an_empty_line_stands_between():
     words = chatml(chat=False)
     assert words.decode(plain(words).ids("higher", after=words.eos_token_id)) == "\n\nhigher"
-    assert plain(words).end_of_turn("user", otherwise=7) == 7
     spaced = made("mistral_v0_2")._tokenizer  # whose texts begin with a space that is not there
     ids = plain(spaced).ids("higher", after=None)
     assert spaced("pizza\n\nhigher", add_special_tokens=False)["input_ids"][-len(ids) :] == ids

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
-from grpo_lightning.policy.chat import ChatReplies, tokenize_demonstration
+from grpo_lightning.policy.chat import ChatReplies
 from grpo_lightning.sampler.native.kv_cache import KVCache
 from grpo_lightning.sampler.support import EngineSupport, engine_support
 from grpo_lightning.transformer.lm_head import LossGradient
@@ -294,7 +294,7 @@ class Policy(nn.Module, ABC):
         if (end := self.tokenizer.eos_token_id) is None:
             raise ValueError("module=sft: the tokenizer names no end-of-sequence token to end demonstrations with")
         prompt_ids, prompt_mask = self.pad_left(self.tokenize(prompts))
-        rows = [tokenize_demonstration(self.tokenizer, self.replies, one, end=end) for one in completions]
+        rows = [self.replies.demonstration(one, end=end) for one in completions]
         length = max(len(tokens) for tokens, _ in rows)
         self.check_context(prompt_ids.shape[1] + length, "the demonstrations")
         ids, is_real = prompt_ids.new_full((len(rows), length), self.pad_id), prompt_mask.new_zeros(len(rows), length)

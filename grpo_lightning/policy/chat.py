@@ -87,10 +87,36 @@ class ChatReplies:
         is_repeated = len(ids) > 1 and ids[0] == after and self._encode(frame.head)[:1] == [after]
         return ids[1:] if is_repeated else ids
 
-    def end_of_turn(self, role: str, *, otherwise: int) -> int:
-        """The id with which the template ends the model's turn; ``otherwise`` where that does not end sampling."""
-        first = self.ids("", role=role, after=None)[:1]
-        return first[0] if first and first[0] in self._end_ids else otherwise
+    def demonstration(self, completion: str | list[Message], *, end: int) -> tuple[list[int], list[bool]]:
+        """A demonstration as token ids, each turn tokenized by itself and ended as the template, or ``end``, ends it.
+
+        Args:
+            completion: A text, or messages in which those of the assistant take turns with replies, and end it.
+            end: The end of sequence.
+
+        Returns:
+            The token ids, and which of them the model is to generate.
+
+        Raises:
+            ValueError: The messages do not take turns, or the chat template does not show replies.
+        """
+        if isinstance(completion, str):
+            completion = [_message("assistant", completion)]
+        elif problem := messages_problem(completion):
+            raise ValueError(f"column 'completion': {problem}")
+        if len(completion) > 1:
+            # Turns end as the template ends them if that ends sampling, too; otherwise by the end of sequence.
+            first = self.ids("", role=completion[1]["role"], after=None)[:1]
+            end = first[0] if first and first[0] in self._end_ids else end
+        ids, is_model = list[int](), list[bool]()
+        for number, message in enumerate(completion):
+            if is_turn := number % 2 == 0:
+                added = [*self._tokenize(message["content"]), end]
+            else:
+                added = self.ids(message["content"], role=message["role"], after=end)
+            ids += added
+            is_model += [is_turn] * len(added)
+        return ids, is_model
 
     def check(self, role: str) -> "_Frame":
         """Check that the chat template shows such replies, and leaves everything before them unchanged.
@@ -201,39 +227,6 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     ids = {number for number, token in added if token.special} | set(getattr(tokenizer, "all_special_ids", ()))
     named = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     return frozenset(one for one in ids | named if one is not None) - {getattr(tokenizer, "unk_token_id", None)}
-
-
-def tokenize_demonstration(
-    tokenizer: Any, replies: ChatReplies, completion: str | list[Message], *, end: int
-) -> tuple[list[int], list[bool]]:
-    """A demonstration as token ids, each turn tokenized by itself and ended as the chat template, or ``end``, ends it.
-
-    Args:
-        tokenizer: Of transformers, or anything that behaves like one.
-        replies: Renders the replies between the turns.
-        completion: A text, or messages in which those of the assistant take turns with replies, and end it.
-        end: The end of sequence.
-
-    Returns:
-        The token ids, and which of them the model is to generate.
-
-    Raises:
-        ValueError: The messages do not take turns, or the chat template does not show replies.
-    """
-    if isinstance(completion, str):
-        completion = [_message("assistant", completion)]
-    elif problem := messages_problem(completion):
-        raise ValueError(f"column 'completion': {problem}")
-    if len(completion) > 1:
-        end = replies.end_of_turn(completion[1]["role"], otherwise=end)
-    turns = iter(tokenizer([message["content"] for message in completion[::2]], add_special_tokens=False)["input_ids"])
-    ids, is_model = list[int](), list[bool]()
-    for number, message in enumerate(completion):
-        is_turn = number % 2 == 0
-        added = [*next(turns), end] if is_turn else replies.ids(message["content"], role=message["role"], after=end)
-        ids += added
-        is_model += [is_turn] * len(added)
-    return ids, is_model
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:

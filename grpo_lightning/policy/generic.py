@@ -87,7 +87,7 @@ class GenericPolicy(Policy):
     def _logits(self, ids: Tensor) -> Tensor:
         """[B, N] -> [B, N, V]."""
         output = self.model(ids)
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        logits: Tensor = getattr(output, "logits", output)
         if logits.shape[:2] != ids.shape:
             raise ValueError(
                 f"policy: forward(ids) of {type(self.model).__name__} must return logits [B, N, V] for ids [B, N]; it "

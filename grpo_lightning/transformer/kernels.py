@@ -128,7 +128,7 @@ def _softmax_gradient(logits: Tensor, log_total: Tensor, chosen: Tensor, dtype: 
 
 @cache
 def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device gives products of 16-bit matrices in float32; never a CPU (PyTorch 2.13). Tried once."""
+    """Whether a device gives products of 16-bit matrices in float32, tried once; a CPU does not (PyTorch 2.13)."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     one = torch.zeros(16, 16, device=device, dtype=dtype)
