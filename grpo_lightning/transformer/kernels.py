@@ -40,6 +40,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, or_pl
         dynamic: Whether sizes may vary from the start; None: those that turn out to.
         or_plain: Whether to call it uncompiled, with a warning, where torch cannot compile (no C compiler).
     """
+    made = _compiled(function, dynamic)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if function in _NOT_COMPILED:
@@ -48,7 +49,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, or_pl
 
         with compiling():
             try:
-                return _compiled(function, dynamic)(*args, **kwargs)
+                return made(*args, **kwargs)
             except (TorchDynamoException, RuntimeError) as error:
                 if not or_plain or not (isinstance(error, TorchDynamoException) or "C compiler" in str(error)):
                     raise
