@@ -24,10 +24,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import supervisor, sweep
 from grpo_lightning.composition import CONF, build_run, config_choices, resolve_config, write_settings
-from grpo_lightning.config import ConfigError, check_config, describe_sizes, directory_problems, targets
+from grpo_lightning.config import ConfigError, check_config, describe_sizes, targets
 from grpo_lightning.config.redaction import redact, redact_overrides, single_line
-from grpo_lightning.config.shell import format_override
-from grpo_lightning.config.suggestions import explain_compose_error, known_keys, unknown_option
+from grpo_lightning.config.settings import command_name, format_override
+from grpo_lightning.config.suggestions import explain_compose_error
 from grpo_lightning.console import describe_error, log_line, print_line, start_banner, survive_closed_pipes, utc_now
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.devices import is_first_process
@@ -58,7 +58,7 @@ def main() -> None:
         sys.path.insert(0, str(Path.cwd()))  # rewards of one's own lie there, as beside any script
     asked, unread = get_args_parser().parse_known_args()
     if unread:
-        sys.exit(redact(_explain_unread(sys.argv[1:], unread)))
+        sys.exit(redact(_explain_unread(unread)))
     if asked.config_dir:
         sys.path.append(str(Path(asked.config_dir).absolute()))  # and beside a recipe
     if not (asked.help or asked.hydra_help or asked.shell_completion or asked.info or asked.experimental_rerun):
@@ -86,11 +86,10 @@ def _exit_interrupted(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
-def _explain_unread(words: Sequence[str], unread: Sequence[str]) -> str:
+def _explain_unread(unread: Sequence[str]) -> str:
     """What is wrong with words that are no option of Hydra's, or overrides that stand after one."""
     if options := [word for word in unread if word.startswith("-")]:
-        following = words[words.index(options[0]) + 1 :]
-        return unknown_option(options[0], next(iter(following), None), known_keys(CONF))
+        return f"{single_line(options[0])}: settings are written KEY=VALUE, without dashes; {command_name()} --help"
     return f"{single_line(unread[0])}: options such as -m must stand before all overrides, or behind them"
 
 
@@ -117,7 +116,6 @@ def _check_composition(asked: argparse.Namespace) -> None:
         if key == unused:
             mode = "with -m" if is_sweep else "without -m"
             wrong.append(f"{key}={value}: it has no effect {mode}; use {format_override(used, value)}")
-    wrong += directory_problems({used: OmegaConf.select(cfg, used)})
     if wrong:
         sys.exit(redact("the settings cannot work:\n" + "\n".join(f"  {problem}" for problem in wrong)))
 

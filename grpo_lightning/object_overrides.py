@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from grpo_lightning.config.rules import LIVE
-from grpo_lightning.config.shell import quote_value
+from grpo_lightning.config.settings import quote_value
 from grpo_lightning.data import PromptData
 from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy

@@ -18,7 +18,7 @@ from grpo_lightning.clock import peak_memory
 from grpo_lightning.config.redaction import redact_config
 from grpo_lightning.console import log_line, wrap, write_json
 from grpo_lightning.data import PromptData
-from grpo_lightning.data.order import prompt_index
+from grpo_lightning.data.sources import prompt_index
 from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.distributed.sharding import trainer_shards
 from grpo_lightning.module import GRPOLightningModule

@@ -70,11 +70,7 @@ class _AdapterOff(Policy):
 
 
 def of_model(policy: Policy, model: nn.Module) -> Policy:
-    """A model that a program has loaded itself, frozen, with the policy's tokenizer.
-
-    Args:
-        policy: An ``HFPolicy`` or a ``GenericPolicy``.
-        model: Of the same kind and with the same vocabulary.
+    """A model of the policy's kind that a program has loaded itself, frozen, with the policy's tokenizer.
 
     Raises:
         ValueError: The policy is of another kind, or the model is the policy's own.
@@ -87,12 +83,7 @@ def of_model(policy: Policy, model: nn.Module) -> Policy:
 
 
 def another_model(policy: Policy, *, path: str, **options: Any) -> Policy:
-    """Another model with the same vocabulary, such as distilgpt2 for gpt2.
-
-    Args:
-        policy: Only its vocabulary is compared.
-        path: As in ``policy.loading.load``.
-        options: Those of ``policy.loading.load``: dtype, attn_implementation, trust_remote_code and quantization.
+    """Another model with the same vocabulary, such as distilgpt2 for gpt2; path and options as `load` takes them.
 
     Raises:
         ValueError: The two tokenizers differ, so that token ids would mean different things.

@@ -10,8 +10,7 @@ from torch.testing import assert_close
 from transformers import AttentionInterface
 
 from grpo_lightning.transformer import attention, kernels
-from grpo_lightning.transformer.attention import Stream, grouped
-from grpo_lightning.transformer.attention_flex import _bounds, _visible_pairs, block_mask
+from grpo_lightning.transformer.attention import Stream, _bounds, _visible_pairs, block_mask, grouped
 
 CPU = torch.device("cpu")
 STREAMS = {
@@ -87,15 +86,6 @@ def test_places_by_hand():
     assert [places.tolist() for places in stream.predictors] == [[2, 3, 4], [2, 5], [6, 7]]
 
 
-def test_segments_of_similar_length_lie_side_by_side():
-    stream = Stream(((10, (8, 2)), (7, (0, 1))), CPU)
-    # 10, 8 and 7 are within 0.7 of 10; 2 stands for itself, and so does 1, which is half of it
-    lengths = [real.sum(-1).tolist() for _, real in stream.segments]
-    assert lengths == [[10, 8, 7], [2], [1]]
-    covered = torch.cat([places[real] for places, real in stream.segments])
-    assert sorted(covered.tolist()) == list(range(28))
-
-
 def test_without_a_stream_the_attention_is_the_one_it_was_made_from():
     name = grouped("sdpa")
     assert grouped(name) == name == "grouped_sdpa"
@@ -149,17 +139,6 @@ def test_blocks_are_those_that_all_pairs_of_tokens_give():
         assert torch.equal(found.mask_mod(0, 0, every[:, None], every), seen)
 
 
-def test_blocks_by_hand():
-    # prompt 0..199 | completion 200..455 | completion 456..511, in blocks of 128
-    found = blocks(block_mask(((200, (256, 56)),), CPU))
-    # Queries 128..255 see all of 0..127. Those in 256..383 are of the first completion and see prompt and completion.
-    # Of 384..511 some are of the second, which does not see 256..383, but all see 0..127.
-    assert found["full_kv"] == [set(), {0}, {0, 1}, {0}]
-    assert found["kv"] == [{0}, {1}, {2}, {1, 2, 3}]
-    with pytest.raises(ValueError, match="a stream of 100 tokens"):
-        block_mask(((60, (40,)),), CPU)
-
-
 def test_no_pair_of_tokens_takes_memory():
     draw = random.Random(0)
     groups = tuple((draw.randint(50, 600), tuple(draw.choices(range(900), k=8))) for _ in range(18))
@@ -182,7 +161,8 @@ def test_streams_of_all_lengths_are_one_graph(monkeypatch):
         ),
     )
     kernels._compiled.cache_clear()
-    monkeypatch.setattr(attention, "flex_for", lambda device: attention.compiled_flex)
+    compiled = kernels.compiled(attention.flex_attention, dynamic=True, or_plain=False)
+    monkeypatch.setattr(attention, "flex_attention", compiled)
     draw = random.Random(0)
     lengths = [(3, (2,)), (100, (28,)), (256, ()), (1, (255,)), (256, (1,))]
     lengths += [(draw.randint(1, 200), tuple(draw.choices(range(150), k=3))) for _ in range(16)]

@@ -109,7 +109,6 @@ def test_replies_by_hand():
         assert replies.ids("higher", after=other) == [tokenizer.eos_token_id, *ids]
     tool = tokenizer.decode(replies.ids("4", role="tool", after=tokenizer.eos_token_id))
     assert tool == ("\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-    assert replies.end_of_turn("user", otherwise=3) == tokenizer.eos_token_id
     thoughtless = made("qwen3", enable_thinking=False)
     assert thoughtless._tokenizer.decode(thoughtless.ids("4", after=None)).endswith("<think>\n\n</think>\n\n")
     assert made("mistral_v0_2")._after_turn("higher", "user") == "</s>[INST] higher [/INST]"
@@ -120,7 +119,6 @@ def test_replies_by_hand():
 def test_without_a_template_an_empty_line_stands_between():
     words = chatml(chat=False)
     assert words.decode(plain(words).ids("higher", after=words.eos_token_id)) == "\n\nhigher"
-    assert plain(words).end_of_turn("user", otherwise=7) == 7
     spaced = made("mistral_v0_2")._tokenizer  # whose texts begin with a space that is not there
     ids = plain(spaced).ids("higher", after=None)
     assert spaced("pizza\n\nhigher", add_special_tokens=False)["input_ids"][-len(ids) :] == ids
@@ -129,53 +127,32 @@ def test_without_a_template_an_empty_line_stands_between():
     # only the template's own head is not repeated, and there must be something to go on from
     assert numbers.ids("9 7", after=9) == [9, 7]
     assert numbers.ids("9", after=9) == [9]
-    words.add_tokens(["\n\n"])
-    [line] = words("\n\n")["input_ids"]
-    assert plain(words).ids("46", after=line) == plain(words).ids("46", after=None)[1:] == words("46")["input_ids"]
-    assert plain(words).ids("", after=line) == [line]
     letters = character_tokenizer(64)
     replies = ChatReplies(letters, uses_chat_template=True, end_ids=[letters.eos_token_id])
     assert letters.decode(replies.ids("too low", after=letters.eos_token_id)) == "\ntoo low\n"
 
 
-@pytest.mark.parametrize(
-    "name, role, system_prompt, message",
-    [
+def test_a_template_that_cannot_show_replies_is_refused_with_its_fault():
+    for name, role, system_prompt, message in (
         ("phi3", "tool", None, "role tool: the chat template drops replies"),
-        ("llama3_2", "tool", None, "or does not show them as they are"),  # it makes them JSON
-        ("gemma", "tool", None, "refuses such a conversation: Conversation roles must alternate"),
         ("gemma", "user", "Be brief.", "refuses such a conversation: System role not supported"),
         ("mistral_v0_3", "user", "Be brief.", r"changes the prompt once there is a reply \(a system prompt"),
-        ("deepseek_r1_distill", "tool", None, "changes earlier turns"),
-        ("qwen2_5", "system", None, "the role of a reply 'system': needs one of user, tool"),
-    ],
-)
-def test_a_template_that_cannot_show_replies_is_refused_with_its_fault(name, role, system_prompt, message):
-    with pytest.raises(ValueError, match=message):
-        made(name, system_prompt=system_prompt).check(role)
-
-
-def test_faults_of_custom_templates():
+        ("deepseek_r1_distill", "tool", None, "drops or changes earlier turns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(name, system_prompt=system_prompt).check(role)
     each = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     generate = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     tools = [{"type": "function", "function": {"name": "look"}}]
     for template, kwargs, message in (
-        (each, {}, "changes the prompt"),  # nothing says that the model goes on
-        ("{% set messages = messages[-1:] %}" + each + generate, {}, "drops or repeats the model's turn"),
         ("{% set messages = messages + messages %}" + each + generate, {}, "drops or repeats the model's turn"),
-        ("{% set messages = messages[:2] %}" + each + generate, {}, "drops replies"),
-        ("{% set messages = messages[:1] + messages[1:][-2:] %}" + each + generate, {}, "drops or repeats earlier"),
-        ("{{ messages | length }}" + each + generate, {}, "changes the prompt"),
-        ("{{ messages | length > 3 }}" + each + generate, {}, "changes earlier turns"),
-        (each + generate + "{{ nothing.at.all }}", {}, "refuses such a conversation"),
+        ("{% set messages = messages[:1] + messages[1:][-2:] %}" + each + generate, {}, "drops or changes earlier"),
         (each + generate, {"tools": tools}, "does not show the tools look"),
     ):
         words = chatml(chat=True)
         words.chat_template = template
         with pytest.raises(ValueError, match=message):
             ChatReplies(words, uses_chat_template=True, template_kwargs=kwargs).check("user")
-    with pytest.raises(ValueError, match=r"tools \(look\) need a policy with a chat template"):
-        ChatReplies(chatml(chat=False), uses_chat_template=False, template_kwargs={"tools": tools}).check("user")
 
 
 def test_a_system_prompt_is_said_once():
@@ -187,24 +164,19 @@ def test_a_system_prompt_is_said_once():
 
 
 def test_a_warning_says_once_that_a_template_drops_thoughts(caplog):
-    dropping = (
-        ("qwen3", "user", {}),
-        ("deepseek_r1_distill", "user", {}),
-        ("qwen3", "tool", {"enable_thinking": False}),
-    )
-    for name, role, kwargs in (*dropping, ("qwen2_5", "user", {})):
+    for name, warnings in (("qwen3", 1), ("qwen2_5", 0)):
         caplog.clear()
-        replies = made(name, **kwargs)
-        replies.check(role)
-        replies.ids("higher", role=role, after=None)
-        assert caplog.text.count("drops thoughts") == ((name, role, kwargs) in dropping)
+        replies = made(name)
+        replies.check("user")
+        replies.ids("higher", after=None)
+        assert caplog.text.count("drops thoughts") == warnings
 
 
 def test_no_reply_brings_special_tokens():
     chance = random.Random(0)
     for name in ("qwen2_5", "llama3", "gemma", "mistral_v0_2", "mistral_v0_3", "phi3"):
         replies = made(name)
-        frame, tokenizer = replies._frame("user"), replies._tokenizer
+        frame, tokenizer = replies.check("user"), replies._tokenizer
         special, texts = special_ids(tokenizer), special_texts(tokenizer)
         assert {tokenizer.convert_tokens_to_ids(one) for one in texts} == special
         halves = [half for one in texts for half in (one[:4], one[4:])]

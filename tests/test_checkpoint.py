@@ -26,7 +26,7 @@ from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
 from grpo_lightning.checkpoint.lock import LOCK_FILE, Locked, is_locked, lock, lock_run
 from grpo_lightning.checkpoint.policy import base_fingerprint, check_adapter, policy_settings
 from grpo_lightning.checkpoint.resume import find_checkpoint, recorded_run
-from grpo_lightning.config.shell import command_name
+from grpo_lightning.config.settings import command_name
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from tests.support.board import scalars
 from tests.support.composed import ROOT, composed

@@ -210,7 +210,7 @@ def test_a_sweep_says_what_its_jobs_share_only_once_and_leaves_a_directory_per_j
 def test_help_is_readable_and_mistakes_are_told_in_a_sentence():
     for words, status, text in (
         (["--help"], 0, "algorithm: cispo, dapo, dr_grpo, gmpo, grpo"),
-        (["--lr", "1e-3"], 1, "optimizer.lr"),
+        (["--lr", "1e-3"], 1, "--lr: settings are written KEY=VALUE"),
         (["rollout.group_sise=4"], 1, "rollout.group_size"),
         (["trusted=trl"], 1, "trusted=trl"),
         (["-m", "hydra.run.dir=x"], 1, "hydra.run.dir=x: it has no effect with -m; use hydra.sweep.dir=x"),

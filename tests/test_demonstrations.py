@@ -39,19 +39,6 @@ def test_completions_stand_in_a_column_a_message_or_at_the_end_of_a_conversation
     assert FileDemonstrations(path, "question", "solution")[0] == ("q", {"completion": "s"})
 
 
-def test_what_is_no_demonstration_is_named_by_its_row(tmp_path):
-    for row in (
-        {"prompt": "one"},
-        {"prompt": "one", "completion": ""},
-        {"prompt": "one", "completion": 3},
-        {"prompt": "one", "completion": [message("user", "x")]},
-        {"prompt": [message("user", "x"), message("user", "y")]},
-    ):
-        rows = [{"prompt": "p", "completion": "c"}, row] if "completion" in row else [row]
-        with pytest.raises(ValueError, match=rf"line {len(rows)}, column 'completion': .*expected text, one message"):
-            FileDemonstrations(write(tmp_path / "a.jsonl", rows), "prompt", "completion")
-
-
 def test_right_is_what_the_demonstration_answers():
     texts = ["<think>7</think><answer>3</answer>", "3", "<answer>4</answer>"]
     assert demonstrated(texts, ["<think>1 2</think><answer>3</answer>"] * 3) == [1.0, 1.0, 0.0]

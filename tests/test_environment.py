@@ -1,16 +1,11 @@
 """Environments: how they are called, what they may return, and what becomes of those that fail."""
 
-import pickle
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
-from grpo_lightning.distributed import signals
-from grpo_lightning.distributed.signals import Preempted
-from grpo_lightning.environment import Environment, EpisodeError, Episodes, GeneratorEnvironment, check_columns
-from grpo_lightning.reward import workers
+from grpo_lightning.environment import Environment, EpisodeError, Episodes, check_columns
 from tests.support import environments
 from tests.support.environments import episodes_of, replies_to
 from tests.support.workers import limited
@@ -65,7 +60,6 @@ def test_what_an_environment_may_return(timeout):
         "numpy": (None, 0.5),
         "numpy_text": ("text", None),
         "bad_scored": ("no such tool", -0.5),
-        "empty": ("", None),
         "surrogate": ("a? b ?", None),
         "control": ("\x00\x1b[2J\u202e\r\n", None),
         "giant": ("x" * 71 + "… (3000000 characters in all)", None),
@@ -77,13 +71,13 @@ def test_what_an_environment_may_return(timeout):
     assert episodes.failed == [None] * len(right)
     assert episodes.metrics["episode/bad_calls"] == episodes.metrics["episode/cut_replies"] == 1 / len(right)
 
-    wrong = ["true", "nan", "huge", "list", "long", "turned", "unscored", "bytes"]
+    wrong = ["true", "nan", "list", "unscored"]
     episodes = episodes_of(environments.returning, {"what": wrong}, timeout=timeout, max_failed=0.0)
     for row in range(len(wrong)):
         assert replies_to(episodes, row, "x") == [None]
         assert episodes.failed[row].startswith(("exception: ValueError: the environment returned ", "exception: Over"))
     assert (set(episodes.scores), set(episodes.over)) == ({()}, {False})
-    with pytest.raises(EpisodeError, match=r"environments\.returning failed in 8 of 8 episodes"):
+    with pytest.raises(EpisodeError, match=r"environments\.returning failed in 4 of 4 episodes"):
         episodes.check()
 
 
@@ -91,9 +85,7 @@ def test_what_an_environment_may_return(timeout):
 def test_an_exception_is_a_failure_of_its_row(timeout):
     failures = {
         "raise": r"exception: KeyError: '\x1b[31mred'",
-        "exit": "exception: SystemExit: leaving",
         "lie": "exception: KeyError: 'no representation'",
-        "deep": "exception: RecursionError",
     }
     for how, failure in failures.items():
         episodes = episodes_of(
@@ -138,22 +130,6 @@ def test_workers_that_hang_or_die_are_failures():
         episodes.check()
 
 
-@pytest.mark.slow
-def test_a_signal_ends_the_wait_for_an_environment_that_hangs(monkeypatch):
-    def asked_to_end():
-        raise Preempted(15)
-
-    monkeypatch.setattr(signals, "current", lambda: SimpleNamespace(check=asked_to_end))
-    environment = Environment(environments.ends_itself, 4, timeout=60.0)
-    start = time.monotonic()
-    episodes = Episodes(environment, ["p"], {"how": ["hang"]}, [(0, 0, 0)], asked_to_end)
-    episodes.step(0, "x")
-    with pytest.raises(Preempted):
-        episodes.reply(0)
-    assert time.monotonic() - start < 30
-    workers.close()
-
-
 def test_columns_and_settings_are_checked_first():
     for columns, message in [
         ([], r"environments.guess: parameter 'number' is no column of the data, which are \[\]"),
@@ -162,10 +138,8 @@ def test_columns_and_settings_are_checked_first():
         with pytest.raises(EpisodeError, match=message):
             check_columns(Environment(environments.guess, 4), columns)
     for settings, message in [
-        ({"function": "guess"}, "function: expected a callable"),
         ({"function": environments.later}, "expected no coroutine function .*later"),
         ({"max_turns": 0}, "max_turns=0: must be an integer >= 1"),
-        ({"max_reply": 99}, "max_reply=99: must be an integer >= 100"),
     ]:
         with pytest.raises(ValueError, match=message):
             Environment(**{"function": environments.guess, "max_turns": 4, **settings})
@@ -201,23 +175,11 @@ def test_a_generator_is_played_again_for_every_turn(timeout):
     assert episodes.failed == [None] * 4
 
 
-def test_random_numbers_of_a_generator_are_the_same_again():
-    episodes = episodes_of(GeneratorEnvironment(environments.shop), {"goal": ["tea"] * 6})
-    stocks = [replies_to(episodes, row, "look", "look again") for row in range(6)]
-    assert all(first == again for first, again in stocks)
-    assert len({first for first, _ in stocks}) > 1
-    for row, (stock, _) in enumerate(stocks):
-        assert replies_to(episodes, row, "done") == [None]
-        assert episodes.scores[row] == ((2, float("tea" in stock)),)
-
-
 @pytest.mark.parametrize(
     ("function", "turns", "failure"),
     [
-        (environments.moody, 2, "not a function of its turns: '0."),
         (environments.forgetful, 2, "not a function of its turns: None after 'x', and before it was 'go on'"),
         (environments.hasty, 1, "the first `yield` must have no value"),
-        (environments.pausing, 1, "expected a reply by `yield` and the end by `return`, got None"),
         (environments.replying_at_the_end, 1, "expected a reply by `yield` and the end by `return`, got 'reply'"),
     ],
 )
@@ -225,29 +187,3 @@ def test_a_generator_that_is_no_environment_fails(function, turns, failure):
     episodes = episodes_of(function, {"start": [1]})
     assert replies_to(episodes, 0, *["x"] * turns)[-1] is None
     assert episodes.failed[0].startswith(f"exception: ValueError: {failure}")
-
-
-def long(start):
-    """Reply with more than is allowed."""
-    said = yield
-    while said:
-        said = yield f"{start}{'x' * 1000}"
-
-
-def test_a_reply_that_was_cut_is_recognized():
-    episodes = episodes_of(long, {"start": [1]}, max_reply=100)
-    first, second = replies_to(episodes, 0, "a", "b")
-    assert first == second == "1" + "x" * 73 + "… (1001 characters in all)"
-    assert len(first) == 100
-    assert episodes.failed == [None]
-
-
-def test_arguments_of_a_generator_are_bound_or_columns():
-    played = GeneratorEnvironment(partial(environments.countdown, start=3))
-    check_columns(Environment(played, 4), ["start"])
-    episodes = episodes_of(played, {"start": [10]})
-    assert replies_to(episodes, 0, "3") == [None]
-    assert episodes.scores == [((0, 1.0),)]  # 3 - 3 = 0
-    assert replies_to(episodes_of(pickle.loads(pickle.dumps(played)), size=1), 0, "2") == ["1 left"]
-    with pytest.raises(ValueError, match="parameter 'start' is no column"):
-        check_columns(Environment(environments.countdown, 4), [])

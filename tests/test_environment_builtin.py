@@ -3,7 +3,6 @@
 import inspect
 import pickle
 import random
-import sys
 from functools import partial
 
 import gymnasium
@@ -16,7 +15,7 @@ from grpo_lightning.environment.gymnasium import Gymnasium, plain
 from grpo_lightning.reward import PerCompletion
 from grpo_lightning.reward.accuracy import exact, numeric, reasoning_gym
 from grpo_lightning.reward.mathematics import math
-from tests.support.composed import ROOT, build
+from tests.support.composed import ROOT
 from tests.test_readme import FENCE
 
 # Calculator
@@ -25,11 +24,7 @@ from tests.test_readme import FENCE
 def test_results_by_hand():
     for expression, expected in [
         ("47*86+359", "4401"),  # 4042 + 359
-        ("359+47*86", "4401"),  # products first
-        ("2-3-4", "-5"),  # from left to right
-        ("-2*-(3+4)", "14"),
         ("7/2", "3.5"),
-        ("1/3", "0.333333"),
         ("0.1+0.2", "0.3"),  # exact, not in binary
         (" 1.5 +.5 ", "2"),
     ]:
@@ -39,13 +34,10 @@ def test_results_by_hand():
 def test_what_cannot_be_calculated_is_an_error_that_the_model_reads():
     for expression, problem in [
         ("9**9**9", "not an expression"),
-        ("12*", "not an expression"),
         ("1,2", "',' is not allowed"),
-        ("1e9", "'e' is not allowed"),
         ("__import__('os')", '"\'" is not allowed'),
         ("1/0", "division by zero"),
         ("1+" * 100 + "1", "more than 200 characters"),
-        ("(" * 100 + ")" * 100, "not an expression"),
     ]:
         reply = calculator([f"calc({expression})="])
         assert isinstance(reply, BadCall)
@@ -58,12 +50,10 @@ def test_calls_and_answers():
     assert calculator(["calc(2*3)=", "<answer>7</answer>"]) is None
     assert calculator(["calc(2*3)=", "calc(6*7)="]) == "42"  # the last turn counts
     assert calculator(["first calc(1+1)= and then calc(2+2)="]) == "4"  # its last call does
-    assert calculator(["calc(2*3)=7, so it is 7"]) == "6"  # what the model says itself changes nothing
     assert calculator(["calc(2*3)=6 <answer>6</answer>"]) is None
     assert calculator(["calc(2*3)= <answer>6"]) == "6"  # no complete answer
     assert calculator(["it is 6"]) is None
     assert calculator(["calc(2*3"]) == "error: a call looks like calc(12*34)="
-    assert calculator([""]) is None
 
 
 # The game
@@ -119,10 +109,6 @@ def test_random_replies_say_nothing_of_the_number_and_are_those_of_the_generator
     ]
     assert replies[::2] == replies[1::2]  # whatever the number
     assert len(set(replies)) == 16  # each turn has a draw of its own
-    share = sum(play(turns, 1, seed=seed, random_replies=0.5) == "higher" for seed in range(2000)) / 2000
-    assert share == pytest.approx(0.25, abs=0.04)  # half are drawn, half of those are wrong; 4 deviations
-    assert play(["21"], 21, random_replies=1.0) == 1.0
-    assert play([*turns, "1"], 21, random_replies=1.0) == 0.0
 
 
 # Second chances
@@ -151,8 +137,6 @@ def test_a_right_answer_ends_it_and_a_wrong_one_may_be_tried_again():
     assert retried(exact, "", "\ud800", "7" * 10_000, answer="7") == [REPLY, REPLY, 0.0]
     assert retried(lambda completions: [0.5], "a", "b", "c") == [REPLY, REPLY, 0.0]
     assert retried(lambda completions: [None], "a") == [None]
-    with pytest.raises(ValueError, match="verifier: expected a number or None for each completion, got nan"):
-        retried(lambda completions: [float("nan")], "a")
 
 
 def test_verifiers_and_the_columns_that_they_name():
@@ -165,14 +149,6 @@ def test_verifiers_and_the_columns_that_they_name():
 
     with pytest.raises(ValueError, match="'task' is no column"):
         retried(reasoning_gym, "hello", answer="olleh")
-
-
-def test_retry_of_the_settings_has_the_verifier_of_the_data():
-    environment = build("environment=retry", "environment.max_turns=2")("environment")
-    row = {"prompt": "?", "answer": "olleh", "task": "spell_backward", "metadata": {"word": "hello"}}
-    assert environment.function(turns=["olle"], **row) == REPLY
-    assert environment.function(turns=["olle", "olleh"], **row) == 0.7
-    assert environment.function(turns=["olle", "olle"], **row) == 0.0
 
 
 # Gymnasium
@@ -253,28 +229,3 @@ def test_functions_make_describe_and_parse():
     assert environment(turns=["what?"], seed=3) == "error: that is no action"
     assert environment(turns=["what?", "I stick"], seed=3) == environment(turns=["I stick"], seed=3)
     assert plain("\x1b[41mS\x1b[0mF\x1b[34;1mR\x1b[0m\x1b[2K\x1b[0mx\x1b[0m") == "[S]F(R)x"
-
-
-def test_what_cannot_be_played_is_named(monkeypatch):
-    frozen = {"id": "FrozenLake-v1"}
-    for given, words in [
-        ({}, "id: expected the name of an environment, or null and make, got None"),
-        ({"id": "Nowhere-v0"}, "id: cannot make the environment 'Nowhere-v0': "),
-        (frozen | {"kwargs": {"map_name": None}}, "id: the seed does not decide how 'FrozenLake-v1' begins"),
-        (frozen | {"actions": {"a": 4}}, r"actions: expected actions of Discrete\(4\), got a: 4"),
-        (frozen | {"actions": []}, "actions: expected a mapping such as"),
-        ({"id": "Pendulum-v1"}, "describe: Pendulum-v1 has no text rendering"),
-        ({"id": "Pendulum-v1", "describe": str}, "actions: expected a mapping .* or parse, for Box"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            Gymnasium(**given)
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ValueError, match=r"needs the package gymnasium: pip install 'grpo-lightning\[gymnasium\]'"):
-        lake()
-
-
-def test_gymnasium_of_the_settings():
-    words = ["environment=gymnasium", "environment.function.id=FrozenLake-v1"]
-    words += ["environment.function.actions={left: 0, down: 1, right: 2, up: 3}"]
-    words += ["environment.function.kwargs={is_slippery: false}"]
-    assert build(*words)("environment").function(turns=["right"], seed=0)[0].startswith("  (Right)")

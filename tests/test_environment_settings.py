@@ -1,13 +1,10 @@
 """Environments as settings and as objects: what composes, what is refused, and what the policy is told."""
 
-from functools import partial
-
 import pytest
 import torch
 
 import grpo_lightning as grpo
-from grpo_lightning.environment import Environment, EpisodeError, GeneratorEnvironment
-from tests.support import environments
+from grpo_lightning.environment import GeneratorEnvironment
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import build
 
@@ -51,25 +48,6 @@ def test_a_supervised_stage_is_validated_in_the_environment(tmp_path):
     alone, told = (run.module.policy.state_dict() for run in runs)
     assert all(torch.equal(alone[name], told[name]) for name in alone)
     assert runs[1].metrics["val/pass@1"] == 1.0
-
-
-@pytest.mark.slow
-def test_a_function_becomes_an_environment():
-    run = grpo.compose(*SMALL, "environment.max_turns=3", environment=environments.guess, reward=letters, data=ROWS)
-    one = run.module.rollout.environment
-    assert one == run.module.validation.scorer.environment == Environment(environments.guess, 3)
-    default = grpo.compose(*SMALL, environment=partial(environments.guess, number=3), reward=letters, data=ROWS)
-    assert default.module.rollout.environment.max_turns == 8
-    played = grpo.compose(
-        *SMALL, environment=environments.countdown, reward=letters, data=[row | {"start": 3} for row in ROWS]
-    )
-    assert isinstance(played.module.rollout.environment.function, GeneratorEnvironment)
-
-
-def test_a_missing_column_is_an_early_error(monkeypatch):
-    run = grpo.compose(*SMALL, *GUESS.split(), reward=letters, data=["a", "b", "c", "d"])
-    with pytest.raises(EpisodeError, match="parameter 'number' is no column of the data"):
-        _ = run.data
 
 
 TOOL = (

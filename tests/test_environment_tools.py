@@ -54,7 +54,6 @@ def test_a_turn_with_calls_is_replied_to_and_one_without_ends_the_episode():
         ('<tool_call>{"id": 7, "name": "add", "arguments": "{\\"a\\": 4}"}</tool_call>', "5"),
         ('{"name": "add", "parameters": {"a": 4}}', "5"),
         (f"<think>{call('now')}</think>{call('add', a=1)}", "2"),
-        (call("add", a=10**400), f"1{399 * '0'}1"),
         ('{"answer": 7}', None),
         (f"<think>{call('now')}</think>noon", None),
     ]:
@@ -70,14 +69,10 @@ def test_what_cannot_be_carried_out_is_replied_to_with_what_is_wrong():
         (call("sub", a=1), "error: there is no tool 'sub'; there are add, now"),
         (call("add", b=1, c=2), f"error: 'c' is no argument; 'a' is missing; {usage}"),
         (call("add", a="1"), f"error: 'a' is \"1\", and should be int; {usage}"),
-        (call("add", a=True), "error: 'a' is true, and should be int"),
         ("<tool_call>", f"error: the call has no end; {form} between <tool_call> and </tool_call>"),
-        ("<tool_call>[]</tool_call>", f"error: the call has no name; {form}"),
         ("<tool_call>{'name': 'add'}</tool_call>", "error: the call is not valid JSON: Expecting property name"),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', f"error: the call has no arguments; {form}"),
         ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "error: 'a' is NaN, and should be int"),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "error: 'a' is Infinity, and should be"),
-        (call("add", a="\ud800"), "error: 'a' is \"\\ud800\", and should be int"),
         (f"<tool_call>{'[' * 9000}{']' * 9000}</tool_call>", "error: the call is not valid JSON: it is nested too dee"),
         (f"<tool_call>{'x' * 20_001}</tool_call>", "error: the call has 20001 characters; the limit is 20000"),
     ]:
@@ -102,15 +97,10 @@ def test_values_come_as_the_hints_say():
     right = {"color": "blue", "sizes": [1], "place": [1, "left"]}
     for change, words in [
         ({"color": "green"}, '\'color\' is "green", and should be one of "red", "blue"'),
-        ({"color": ["red"]}, '\'color\' is ["red"], and should be one of "red", "blue"'),
         ({"finish": "dull"}, "'finish' is \"dull\", and should be Literal['matt', 'glossy']"),
         ({"sizes": [1, "2"]}, "'sizes[1]' is \"2\", and should be int"),
-        ({"place": ["left", 1]}, "'place[0]' is \"left\", and should be int"),
         ({"place": [1]}, "'place' is [1], and should be tuple[int, str]"),
-        ({"layers": "two"}, "'layers' is \"two\", and should be Optional[int]"),
         ({"prices": {"shop": "one"}}, '\'prices\' is {"shop": "one"}, and should be dict[str, float] | None'),
-        ({"prices": {"a": 10**400}}, "'prices' is {\"a\": 1000"),
-        ({"sizes": ["a" * 1000]}, "'sizes[0]' is \"" + "a" * 49 + "…, and should be int"),
     ]:
         assert words in reply_to(call("paint", **right | change), toolbox.paint)
 
@@ -118,11 +108,8 @@ def test_values_come_as_the_hints_say():
 def test_an_exception_of_a_tool_is_a_reply_and_results_are_texts():
     for how, reply in [
         ("exit", "error: misbehave: SystemExit: 3"),
-        ("unwritable", "error: misbehave: Unwritable"),
         ("recursion", "error: misbehave: RecursionError: maximum recursion depth exceeded"),
-        ("memory", "error: misbehave: MemoryError"),
         ("long", "error: misbehave: ValueError: no no no"),
-        ("cycle", "error: misbehave: ValueError: Circular reference detected"),
         ("refused", "not today"),
     ]:
         found = reply_to(call("misbehave", how=how), toolbox.misbehave)
@@ -168,19 +155,6 @@ def test_methods_and_partials_are_tools():
     assert again(turns=[text]) == (
         "two\n11\nerror: find: IndexError: list index out of range\nerror: 'b' is no argument; the tool is add(a: int)"
     )
-
-
-def test_what_cannot_be_a_tool_is_named():
-    for tools, columns, words in [
-        ([], [], r"tools: expected a list of functions, such as \[my_tools.search\], got \[\]"),
-        (["my_tools.add"], [], "tools: expected plain functions, such as my_tools.search, got 'my_t"),
-        ([toolbox.add, toolbox.add], [], "tools: expected different names, got add, add"),
-        ([toolbox.add], ["table"], "columns: no tool has the parameter table"),
-        ([toolbox.undescribed], [], "tools: undescribed: DocstringParsingException: .* for the argument 'b'"),
-        ([toolbox.unhinted], [], "tools: unhinted: TypeHintParsingException: Argument a is missing a type hint"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            Tools(tools, columns=columns)
 
 
 def test_episodes_with_tools_in_this_process_and_in_workers():
@@ -329,23 +303,18 @@ def test_what_a_cell_does_to_its_own_process():
     lost = "; what this cell has defined is lost)"
     cells = {
         "x = 1": "(no output)",
-        "import sys; sys.stdout.close()": "(no output)",
         "print(x)": "1",
         "import os; os._exit(0)": f"(ended with status 0{lost}",
         "x + 1": "2",
         "import os; x = 5; os.kill(os.getpid(), 9)": f"(ended by signal 9{lost}",
         "x + 2": "3",
-        "sys.exit(3)": "SystemExit: 3 (line 1)",
+        "import sys; sys.exit(3)": "SystemExit: 3 (line 1)",
         "input()": "EOFError: EOF when reading a line (line 1)",
-        "sys.stderr.write('not seen\\n'); import os; os.write(2, b'nor this'); None": "(no output)",
-        "import os; os.write(1, b'raw'); None": "raw",
+        "import sys; sys.stderr.write('not seen\\n'); import os; os.write(2, b'nor this'); None": "(no output)",
         "big = bytearray(10**10)": "MemoryError (line 1)",
-        "'\ud800'": "UnicodeEncodeError",
         "open('/etc/passwd')": "PermissionError: [Errno 13]",
         "open('own', 'w').write('kept')": "4",
         "open('own').read()": "'kept'",
-        "import random; random.random()": "0.",
-        "random.seed(1); del print": "NameError: name 'print' is not defined (line 1)",
     }
     for reply, expected in zip(outputs(*cells), cells.values(), strict=True):
         assert reply.startswith(expected)
@@ -362,16 +331,6 @@ def test_a_cell_at_a_limit_leaves_nothing_behind():
     assert replies[4].startswith("a" * 1000 + "\n… (")
     assert len(replies[4]) < 2200
     assert time.monotonic() - began < 6  # the cell that sleeps has run once
-
-
-def test_cells_in_a_worker():
-    episodes = Episodes(Environment(Python(**LIMITS), 4, timeout=60.0), ["?"], {}, [(0, 0, 0)])
-    for turn, reply in (("x = 5", "(no output)"), ("x + 1", "6")):
-        episodes.step(0, fenced(turn))
-        assert episodes.reply(0) == reply
-    episodes.step(0, "It is 6.")
-    assert episodes.reply(0) is None
-    assert episodes.over == [True]
 
 
 def test_without_a_sandbox_nothing_runs(monkeypatch):

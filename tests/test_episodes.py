@@ -109,15 +109,14 @@ def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
     assert min(lengths) <= 12
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
-def test_a_policy_without_a_cache_gives_the_same_episodes(waits):
+def test_a_policy_without_a_cache_gives_the_same_episodes():
     policy = GenericPolicy(Digits())
     policy.end_ids = [9, 0]
     environment = lambda turns: None if len(turns) == 4 else "7 " * len(turns[-1])  # noqa: E731
     prompts, sampling = ["1 2 3", "4"], Sampling(**PLAIN | {"max_new_tokens": 40})
     expected = played_alone(policy, prompts, environment, group_size=3, sampling=sampling, seed=5)
     assert {len(one.turns) for one in expected} > {4}
-    responder = FakeResponder(environment, is_slow=waits)
+    responder = FakeResponder(environment, is_slow=False)
     found = generate(policy, prompts, group_size=3, sampling=sampling, seed=5, responder=responder)
     assert_equal(found, expected)
 
@@ -151,20 +150,6 @@ def test_no_other_row_and_no_budget_changes_an_episode(policy):
             found = sampled(policy, waits=waits)
             assert (found.turns, found.replies) == (everything.turns, everything.replies)
             assert torch.equal(found.ids, everything.ids)
-
-
-def test_slow_environments_are_asked_only_when_no_completion_can_go_on(policy):
-    """So what is computed together hangs on tokens alone, however long replies take."""
-    open_turns = []
-
-    class Watching(FakeResponder):
-        def reply(self, row):
-            open_turns.append(set(self.turns))
-            return super().reply(row)
-
-    watching = Watching(chatty, is_slow=True)
-    generate(policy, PROMPTS, group_size=3, sampling=Sampling(**SAMPLING), seed=5, responder=watching)
-    assert open_turns[0] == set(watching.turns)  # the first reply is asked for after all first turns have ended
 
 
 def test_a_reply_that_leaves_no_room_cuts_before_it(policy):

@@ -5,12 +5,10 @@ import os
 import pickle
 import shutil
 import string
-import sys
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -135,13 +133,6 @@ def cut(directory):
     os.truncate(directory / "model.safetensors", 5000)
 
 
-def one_part_of_two(directory):
-    names = dict.fromkeys(load_file(directory / "model.safetensors"), "model-00001-of-00002.safetensors")
-    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
-    names["model.norm.weight"] = "model-00002-of-00002.safetensors"
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-
-
 def a_run(directory):
     shutil.copytree(directory, directory / "export")
     for file in directory.glob("*.*"):
@@ -154,13 +145,6 @@ def a_run(directory):
         (a_run, r" is the directory of a run; use its export: policy.path=\S+/export$"),
         (shutil.rmtree, ": no such file or directory"),
         (lambda path: (path / "config.json").unlink(), ": Unrecognized model"),
-        (lambda path: (path / "tokenizer.json").unlink(), r": .*tokenizer"),
-        (
-            lambda path: (path / "model.safetensors").unlink(),
-            r": transformers .*OSError: .*no file named model.safeten",
-        ),
-        (lambda path: edit(path / "config.json", model_type="brandnew"), ": .* model type `brandnew` but"),
-        (one_part_of_two, r": transformers cannot read it \(.*model-00002-of-00002.safetensors"),
         (cut, r": transformers cannot read it \(SafetensorError: .*incomplete metadata"),
     ],
 )
@@ -169,18 +153,6 @@ def test_faults_of_a_directory_are_named_in_one_sentence(change, message, model)
     with pytest.raises(ValueError, match=rf"^policy.path='{model}'{message}") as error:
         opened(model)
     assert "\n" not in str(error.value)
-
-
-def test_a_model_that_is_neither_here_nor_on_the_hub(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"^policy.path='no/such-model': .*OSError: .*cached files") as error:
-        opened("no/such-model")
-    assert "\n" not in str(error.value)
-    assert resolve_path("some/dir") == "some/dir"
-    for name in ("antigravity", "nobody", "os.path", ""):
-        with pytest.raises(ValueError, match="needs pkg://PACKAGE/FOLDER with an installed package"):
-            resolve_path(f"pkg://{name}/x")
-    assert "antigravity" not in sys.modules
 
 
 class Payload:
@@ -222,16 +194,9 @@ def test_pickles_run_no_code(model, tmp_path, ran):
 CODE = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
 
 
-@pytest.mark.parametrize(
-    ("file", "values"),
-    [
-        ("config.json", {"model_type": "theirs", "auto_map": CODE}),
-        ("tokenizer_config.json", {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": [None, "theirs.Words"]}}),
-    ],
-)
-def test_code_of_a_model_runs_only_with_trust_remote_code(file, values, model, ran):
+def test_code_of_a_model_runs_only_with_trust_remote_code(model, ran):
     (model / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\nraise RuntimeError('it ran')\n")
-    edit(model / file, **values)
+    edit(model / "config.json", model_type="theirs", auto_map=CODE)
     message = r"^policy.path='\S+': it comes with code of its own, which runs only with policy.trust_remote_code=true"
     with pytest.raises(ValueError, match=message):
         opened(model)
@@ -258,26 +223,8 @@ def test_missing_and_misshapen_weights_are_named(load, is_adapted, tmp_path):
             load(directory)
 
 
-@pytest.mark.parametrize(("architecture", "quantization"), [("gpt2", None), ("qwen2", "8bit"), ("llama", "4bit")])
-def test_missing_weights_are_named_with_tied_and_quantized_ones(architecture, quantization, tmp_path):
-    path = write_checkpoint(tmp_path / "model", architecture, chat=False)
-    opened(path, quantization=quantization)  # tied weights and buffers are not missed
-    weights = {name: value for name, value in load_file(path / "model.safetensors").items() if ".1." not in name}
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r": (9|12) of the model's weights are missing there .*, such as \S+\.1\."):
-        opened(path, quantization=quantization)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("LORA", {"target_modules": ["q_proj"]}),
-        ("LN_TUNING", {"target_modules": ["norm"]}),
-        ("TRAINABLE_TOKENS", {"target_modules": ["embed_tokens"], "token_indices": [3]}),
-    ],
-)
-def test_an_adapter_beside_the_weights_is_merged_trained_and_exported(kind, settings, model, tmp_path):
-    made = PEFT_TYPE_TO_CONFIG_MAPPING[kind](task_type="CAUSAL_LM", **settings)
+def test_an_adapter_beside_the_weights_is_merged_trained_and_exported(model, tmp_path):
+    made = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), made)
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from grpo_lightning.config import ConfigError, check_runtime
+from grpo_lightning.policy.hf import ActivationOffload
 from grpo_lightning.policy.loading import load
 from grpo_lightning.reference import frozen_copy
-from grpo_lightning.transformer import offload
-from grpo_lightning.transformer.offload import Moved, Offload
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import composed
@@ -44,11 +43,17 @@ def gradients(policy, rows, *, entropy=True, is_half=False):
 @pytest.fixture
 def moves(monkeypatch):
     """Every tensor that was moved, with small ones, too."""
-    sizes = []
-    plain = offload._in_memory
-    monkeypatch.setattr(offload, "_in_memory", lambda tensor: sizes.append(tuple(tensor.shape)) or plain(tensor))
-    monkeypatch.setitem(Offload.__init__.__kwdefaults__, "min_bytes", 1)
-    return sizes
+    made, plain = [], ActivationOffload.pack
+
+    def pack(self, tensor):
+        kept = plain(self, tensor)
+        if kept is not tensor and all(kept[0] is not other for other in made):
+            made.append(kept[0])
+        return kept
+
+    monkeypatch.setattr(ActivationOffload, "pack", pack)
+    monkeypatch.setitem(ActivationOffload.__init__.__kwdefaults__, "min_bytes", 1)
+    return made
 
 
 def test_gradients_are_the_same_bit_for_bit_and_no_weight_is_copied(checkpoint, moves):
@@ -68,20 +73,20 @@ def test_gradients_are_the_same_bit_for_bit_and_no_weight_is_copied(checkpoint, 
         assert all(torch.equal(expected[name], found[name]) for name in expected)
         weights = {tuple(sorted(weight.shape)) for weight in policy.parameters()}
         assert moves
-        assert not weights & {tuple(sorted(shape)) for shape in moves}
+        assert not weights & {tuple(sorted(tensor.shape)) for tensor in moves}
 
 
 def test_what_is_small_or_as_large_as_a_weight_stays():
-    away = Offload([torch.empty(300, 1000)], min_bytes=4 * 100_000)
+    away = ActivationOffload([torch.empty(300, 1000)], min_bytes=4 * 100_000)
     for stays in (torch.ones(99_999), torch.ones(300, 1000), torch.ones(1000, 300), torch.ones(300, 1000).bfloat16()):
         assert away.pack(stays) is stays
     moved = away.pack(torch.ones(100_000))
-    assert isinstance(moved, Moved)
+    assert isinstance(moved, tuple)
     assert torch.equal(away.unpack(moved), torch.ones(100_000))
 
 
 def test_a_tensor_is_known_by_its_contents():
-    away = Offload([], min_bytes=1)
+    away = ActivationOffload([], min_bytes=1)
     whole = torch.arange(12.0).view(3, 4)
     views = [whole, whole.t(), whole[1:], whole[:, ::2], whole.view(4, 3)]
     kept = [away.pack(view) for view in views]
@@ -97,20 +102,16 @@ def test_a_tensor_is_known_by_its_contents():
         del fresh
 
 
-def test_nothing_is_left_after_the_backward_pass(monkeypatch):
-    alive = []
-    plain = offload._in_memory
-    monkeypatch.setattr(offload, "_in_memory", lambda t: alive.append(weakref.ref(made := plain(t))) or made)
+def test_nothing_is_left_after_the_backward_pass(moves):
     value = torch.randn(50, requires_grad=True)
-    away = Offload([], min_bytes=1)
-    with away:
+    with ActivationOffload([]):
         result = (value.exp() * value.sin()).sum()
-    assert any(one() is not None for one in alive)
-    assert not away._moved  # what the graph no longer needs goes at once
+    assert len(moves) == 3  # the value once, its exponential and its sine
+    alive = [weakref.ref(tensor) for tensor in moves]
+    moves.clear()
     result.backward()
     gc.collect()
-    assert len(alive) == 3  # the value once, its exponential and its sine
-    assert not [one for one in alive if one() is not None]
+    assert not any(one() is not None for one in alive)
 
 
 def test_on_a_cpu_it_is_refused(monkeypatch):

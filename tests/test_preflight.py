@@ -170,10 +170,7 @@ def test_a_checkpoint_is_measured_as_it_is(tmp_path):
 
 
 def test_what_it_cannot_do_is_refused_early(tmp_path):
-    for more, message in (
-        (["preflight.prompts=0"], r"preflight.prompts=0: must be an integer >= 1"),
-        (["schedule=linear", "schedule.warmup_steps=9"], r"schedule.warmup_steps=9 is more than the steps"),
-    ):
+    for more, message in ((["preflight.prompts=0"], r"preflight.prompts=0: must be an integer >= 1"),):
         with pytest.raises(ConfigError, match=message):
             made(tmp_path, "mode=preflight", *more)
 

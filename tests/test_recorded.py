@@ -1,6 +1,7 @@
 """Recorded rollouts of real runs: trained on again bitwise, replayed as logged and by hand, refused in a sentence."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -9,7 +10,6 @@ from lightning import Callback
 
 import grpo_lightning as grpo
 from grpo_lightning import recording
-from grpo_lightning.config import ConfigError
 from grpo_lightning.replay.__main__ import main, replay
 from tests.support.processes import finish, start
 from tests.support.running import SMALL
@@ -157,14 +157,12 @@ def test_few_rollouts_are_recorded_unless_asked_and_a_full_disk_ends_no_run(firs
 
 REFUSED = (
     ("rollout.path=none", "rollout.path=none: none is not there"),
-    ("rollout.path=empty", "empty has none, and not 1 to 4 (callbacks=rollouts"),
-    ("rollout.path=gaps", "steps=4 needs the rollouts of steps 1 to 4; gaps has 1 to 2, 4, and not 3"),
-    ("steps=6", "has 1 to 4, and not 5 to 6"),
-    ("data.prompts_per_step=3", "data.prompts_per_step=3 differs from the recorded rollouts"),
+    ("rollout.path=empty", "has no rollout of step 1; there are none"),
+    ("rollout.path=gaps", "has no rollout of step 3; there are 1 to 2, 4"),
+    ("steps=6", "has no rollout of step 5; there are 1 to 4"),
     ("rollout.temperature=0.9", "rollout.temperature=0.9"),
     ("reward.format.weight=0.2", "reward.format.weight=0.2"),
     ("reward=[keyword,format,length]", "reward=[keyword,format,length]"),
-    ("hydra.run.dir", "another run"),
 )
 
 
@@ -172,15 +170,11 @@ def test_what_cannot_be_trained_on_is_refused(first, tmp_path, monkeypatch):
     place, _ = first
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    for copy in ("gaps", "own/rollouts"):
-        shutil.copytree(place / "rollouts", tmp_path / copy)
+    shutil.copytree(place / "rollouts", tmp_path / "gaps")
     (tmp_path / "gaps" / recording.file_name(3)).unlink()
     for number, (override, message) in enumerate(REFUSED):
-        own = override == "hydra.run.dir"
-        with pytest.raises((ConfigError, ValueError)) as error:
-            trained("own" if own else f"run_{number}", *(again("own") if own else (*again(place, override), override)))
-        assert message in str(error.value)
-    assert len(recording.recorded_steps(tmp_path / "own" / "rollouts")) == 4
+        with pytest.raises(ValueError, match=re.escape(message)):
+            trained(f"run_{number}", *again(place, override), override)
 
 
 def metrics(place, *overrides, step=2):

@@ -4,9 +4,8 @@ from functools import partial
 
 import pytest
 
-from grpo_lightning import compose
 from grpo_lightning.config import ConfigError, check_runtime
-from grpo_lightning.reward import RewardError, RewardSpec, Scoring
+from grpo_lightning.reward import RewardSpec, Scoring
 from grpo_lightning.reward.code import code, program
 from grpo_lightning.sandbox import client
 from tests.support.composed import composed
@@ -107,34 +106,13 @@ def test_the_first_test_that_takes_too_long_ends_the_rest(monkeypatch):
     assert len(calls) == 2
 
 
-def test_tests_are_checked():
-    for tests, message in (
-        (None, "expected a list with at least one test, got None"),
-        ([["1", "2"]], "expected {input: text, output: text} or {function: NAME or CLASS.METHOD"),
-        ([{"input": "1", "output": " \n"}], "expected an output that is not empty"),
-        ([{"function": "f", "args": [], "output": None}], "value other than null"),
-    ):
-        with pytest.raises(ValueError, match=f"tests: .*{message}"):
-            code(["no program"], [tests], **SETTINGS)
-
-
-@pytest.mark.parametrize("timeout", [None, 60.0])
-def test_a_program_that_fails_is_no_failure_of_the_reward(timeout):
-    rewards = {"code": RewardSpec(partial(code, **SETTINGS), 1.0, timeout=timeout, max_failed=0.0)}
+def test_a_program_that_fails_is_no_failure_of_the_reward():
+    rewards = {"code": RewardSpec(partial(code, **SETTINGS), 1.0, timeout=60.0, max_failed=0.0)}
     texts = [fenced(RIGHT), fenced("import os; os._exit(3)"), "nothing", fenced("import os; os.kill(os.getppid(), 9)")]
     with limited(2):
         found = Scoring(rewards, ["p"] * 4, {"tests": [DOUBLES] * 4}).finish(texts, None)
     assert found.values["code"] == [1.0, 0.0, 0.0, 0.0]
-    assert found.failed == ({} if timeout is None else {"code": 0.0})
-
-
-def test_a_sandbox_that_cannot_start_is_one(monkeypatch):
-    client.close()
-    change = "from grpo_lightning.sandbox import isolation; isolation._CREATE_RULESET = 5000; main(int"
-    monkeypatch.setattr(client, "_START", client._START.replace("main(int", change))
-    rewards = {"code": RewardSpec(partial(code, **SETTINGS), 1.0, max_failed=0.4)}
-    with pytest.raises(RewardError, match=r"Unavailable: the sandbox cannot start: it needs Landlock"):
-        Scoring(rewards, ["p"] * 2, {"tests": [DOUBLES] * 2}).finish([fenced(RIGHT)] * 2, None)
+    assert found.failed == {"code": 0.0}
 
 
 def test_a_run_without_a_sandbox_ends_before_it_begins(monkeypatch):
@@ -146,12 +124,3 @@ def test_a_run_without_a_sandbox_ends_before_it_begins(monkeypatch):
     ):
         check_runtime(config)
     check_runtime(composed("reward=[accuracy]"))
-
-
-@pytest.mark.slow
-def test_a_run_with_programs(tmp_path):
-    rows = [{"prompt": f"Double it, {n}.", "tests": DOUBLES} for n in range(8)]
-    small = ("steps=1", "data.prompts_per_step=2", "rollout.group_size=2", "validation.every=1")
-    run = compose(*small, "reward=[code,length]", run_dir=tmp_path / "run", data=rows)
-    run.fit()
-    assert run.metrics["reward/code"] == 0.0  # the shipped policy writes no programs

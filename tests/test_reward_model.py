@@ -1,24 +1,18 @@
 """A reward model says what its own logits say, whatever it is batched with; and learns from what rollouts gave."""
 
-import copy
 import gc
 import logging
 import random
-import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-import grpo_lightning as grpo
 from grpo_lightning.callbacks.reward_model import RewardModelTraining, replayed
-from grpo_lightning.reward import RewardError, RewardSpec, score
 from grpo_lightning.reward.model import RewardModel
-from tests.support.checkpoints import QUANTIZABLE, write_checkpoint, write_reward_model
-from tests.support.composed import ROOT
-from tests.support.running import small_module, small_run
+from tests.support.checkpoints import QUANTIZABLE, write_reward_model
+from tests.support.running import small_run
 
 SETTINGS = {
     "dtype": "float32",
@@ -96,20 +90,6 @@ def test_the_end_of_a_longer_text_is_read_and_said_once(chat, caplog):
     assert "2 of 2 texts" in warnings[0]
 
 
-def test_equal_settings_share_one_copy_that_goes_with_the_last_of_them(chat):
-    first, second, other = reward_model(chat), reward_model(chat, label=1), reward_model(chat, dtype="bfloat16")
-    network = first.network
-    assert second.network is network
-    assert other.network is not network
-    gone = weakref.ref(network)
-    del network, first
-    gc.collect()
-    assert gone() is not None
-    del second
-    gc.collect()
-    assert gone() is None
-
-
 def test_neither_inference_mode_nor_autocast_nor_the_random_state_takes_part(chat):
     model, expected = reward_model(chat), reward_model(chat)(PROMPTS, COMPLETIONS)
     model.reset()
@@ -130,29 +110,6 @@ def test_quantized_weights_give_nearly_the_same(tmp_path):
         assert type(model.network.model.layers[0].mlp.up_proj).__name__ == stored
         assert type(model.network.score).__name__ == "Linear"
         assert (torch.tensor(model(PROMPTS, COMPLETIONS)) - exact).abs().mean() < 0.5 * exact.std()
-
-
-def test_settings_and_files_that_cannot_work_are_named(chat, tmp_path):
-    for settings, message in (
-        ({"label": 3}, "label=3: expected 0 to 2"),
-        ({"max_length": 513}, "max_length=513: expected at most 512, the context"),
-    ):
-        with pytest.raises(ValueError, match=f"reward.model.function.{message}"):
-            reward_model(chat, **settings)(PROMPTS, COMPLETIONS)
-    with pytest.raises(ValueError, match=r"reward.model.function.path='.*nothing': no such file or directory"):
-        reward_model(tmp_path / "nothing")
-    with pytest.raises(
-        RewardError, match=rf"reward 'model' raised ValueError: reward.model.function.path='{tmp_path}'"
-    ):
-        score({"model": RewardSpec(reward_model(tmp_path), 1.0)}, ["a"], ["b"], {})
-    path = write_checkpoint(tmp_path, "llama", chat=True)  # a language model has no head
-    with pytest.raises(ValueError, match="1 of the model's weights are missing there.*score.weight"):
-        reward_model(path)(["a"], ["b"])
-    model = reward_model(chat, device="cpu:0")  # weights of its own
-    with torch.no_grad():
-        model.network.score.weight.fill_(torch.inf)
-    with pytest.raises(ValueError, match=r"gave (nan|inf|-inf) for row \d"):
-        model(PROMPTS, COMPLETIONS)
 
 
 # --- a network that a program has
@@ -203,61 +160,6 @@ def test_rows_of_ones_own_network_are_of_equal_length_and_keep_their_order():
     assert found == pytest.approx([4 / 3, 2, 3, 13 / 5, 1, 4 / 3, 3])
     # within 8 tokens, longest first: 1 x 5; 2 of the 3 x 3, then 1; 2 x 2; 1 x 1
     assert [shape for shape, _, _ in network.calls] == [(1, 5), (2, 3), (1, 3), (2, 2), (1, 1)]
-
-
-def test_it_scores_in_evaluation_mode_and_without_a_gradient():
-    network = Mean().train()
-    model = RewardModel.of(network, Letters())
-    first = model(["ab"], ["cd"])
-    network.train()
-    assert model(["ab"], ["cd"]) == first == [1.5]  # (0 + 1 + 2 + 3) / 4, which dropout would change
-    assert [(training, grad) for _, training, grad in network.calls] == [(False, False)] * 2
-    assert network.scale.grad is None
-    model.logits([[1, 2]]).sum().backward()  # training it is possible all the same
-    assert float(network.scale.grad) == 1.5
-
-
-def test_other_shapes_are_an_error():
-    for shape, gave in (
-        (lambda values: values.mean(), r"\(\)"),
-        (lambda values: values.T, r"\(1, 2\)"),
-        (lambda values: values.unsqueeze(-1), r"\(2, 1, 1\)"),
-        (lambda values: values[:1], r"\(1, 1\)"),
-    ):
-        with pytest.raises(ValueError, match=rf"Mean gave {gave} for token ids \(2, 2\): expected \(2,\) or"):
-            RewardModel.of(Mean(shape), Letters())(["b", "c"], ["b", "e"])
-
-
-class Scored(nn.Module):
-    """The guide's ``reward_model(input_ids)``: one value per row."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.embedding = nn.Embedding(size, 1)
-
-    def forward(self, input_ids):
-        return self.embedding(input_ids).mean(1).squeeze(-1)
-
-
-@pytest.mark.slow
-def test_a_run_trains_by_a_live_network(tmp_path):
-    network = Scored(200)
-    words = AutoTokenizer.from_pretrained(ROOT / "grpo_lightning" / "policy" / "tiny")
-    before = copy.deepcopy(network)
-    small = ("trainer=cpu", "steps=1", "data.prompts_per_step=2", "data.validation_size=2", "rollout.group_size=4")
-    run = grpo.compose(
-        *small,
-        "rollout.max_new_tokens=6",
-        "callbacks={}",
-        "logger=none",
-        run_dir=tmp_path,
-        reward={"model": RewardModel.of(network, words)},
-        data=["Spell sun backward", "Spell moon backward"],
-    )
-    metrics = run.fit().metrics
-    assert metrics["reward/model"] == metrics["reward/total"] != 0
-    assert metrics["reward/std"] > 0
-    assert all(torch.equal(one, other) for one, other in zip(network.parameters(), before.parameters()))
 
 
 # --- training it
@@ -427,31 +329,3 @@ def test_a_resumed_run_equals_an_unbroken_one(every, checkpoint, tmp_path):
     measured = {name for name in metrics if not name.startswith(("time/", "perf/"))}
     assert {name: resumed[name] for name in measured} == {name: metrics[name] for name in measured}
     assert {"reward_model/loss", "reward_model/accuracy"} <= measured
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_validated_with_the_weights_it_holds(checkpoint, tmp_path):
-    overrides = settings_of(checkpoint, validation__temperature=0)
-    trained = train_run(tmp_path, *overrides, "steps=2")
-    again = train_run(tmp_path, *overrides, "mode=validate", "checkpoint=last")
-    assert again["val/reward/model"] == pytest.approx(trained["val/reward/model"], abs=1e-6)
-    fresh = train_run(tmp_path / "other", *overrides, "mode=validate")
-    assert abs(fresh["val/reward/model"] - again["val/reward/model"]) > 1e-3
-
-
-def test_a_run_that_cannot_train_it_does_not_start(checkpoint, tmp_path):
-    for changed, message in (
-        ({"callbacks__reward_model__reward": "other"}, "callbacks.reward_model.reward=other"),
-        ({"rollout__outcome": "model"}, "rollout.outcome=model"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            small_run(tmp_path, *settings_of(checkpoint, **changed))
-    module = small_module(*settings_of(checkpoint))
-    model = module.rollout.reward["model"].function
-    with pytest.raises(ValueError, match="2 processes"):
-        callback().on_fit_start(SimpleNamespace(world_size=2), module)
-    model.quantization = "8bit"
-    with pytest.raises(ValueError, match="quantization=8bit"):
-        callback().on_fit_start(SimpleNamespace(world_size=1), module)
-    with pytest.raises(ValueError, match="callbacks.reward_model.reward=model"):
-        callback().on_fit_start(SimpleNamespace(world_size=1), small_module())

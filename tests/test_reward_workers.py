@@ -26,20 +26,6 @@ def two_workers():
         yield
 
 
-class OnlyThere:
-    """Can be pickled, but not unpickled."""
-
-    def __reduce__(self):
-        return _refuses, ()
-
-    def __call__(self, value):
-        return OnlyThere()
-
-
-def _refuses():
-    raise OSError("not here")
-
-
 def processes():
     return sorted(process.pid for process in active_children() if process.name == "pebble_pool_worker")
 
@@ -73,21 +59,12 @@ def test_whatever_happens_in_a_worker_is_a_failure_of_its_call():
         ("recurse", "exception", "RecursionError"),
         ("memory", "exception", "MemoryError"),
         ("lambda", "exception", "pickle"),
-        ("unpicklable_error", "exception", "Unpicklable: its text cannot be shown"),
     ):
         found = run(hostile.misbehaves, [{"how": "fine"}, {"how": how}, {"how": "print"}])
         assert (found[0], found[2]) == ("fine", "print")
         assert found[1].kind == kind
         assert message in found[1].message
         assert len(found[1].message) <= 300
-
-
-def test_a_function_that_no_worker_can_import_is_the_users_mistake():
-    with pytest.raises(ValueError, match="OnlyThere.*cannot run in a worker process: OSError: not here; use"):
-        run(OnlyThere(), [{"value": 0}] * 3)
-    with pytest.raises(ValueError, match="cannot run in a worker process: AttributeError"):
-        run(lambda: 0, [{}])
-    assert run(hostile.double, [{"value": 1}]) == [2]
 
 
 def test_signals_that_reach_all_processes_are_for_the_trainer_alone():
@@ -184,8 +161,6 @@ def test_more_failures_than_allowed_end_the_run_with_the_cause():
         "reward 'odd' failed on 2 of 3 completions (allowed fraction of all 3: reward.odd.max_failed=0.5); first on "
         "row 1, exception: ZeroDivisionError: division by zero, completion ''"
     )
-    with pytest.raises(RewardError, match="'two': expected a list with one score for one completion"):
-        score({"two": RewardSpec(hostile.two_scores, 1.0, timeout=5.0)}, ["p"], ["a"], {})
 
 
 # --- coroutines
@@ -213,21 +188,11 @@ def scored(function, completions, **settings):
     return found.values["mine"], found.failed["mine"]
 
 
-class Awaited:
-    async def __call__(self, completions, prompts):
-        return await judges.lengths(completions, prompts)
-
-    async def of_one(self, completion, prompt):
-        return await judges.length(completion, prompt)
-
-
 def test_every_form_of_a_coroutine_scores(quick):
     for function in (
         judges.lengths,
         functools.partial(functools.partial(judges.lengths), level=1),
-        functools.partial(Awaited()),
         PerCompletion(functools.partial(judges.length)),
-        PerCompletion(Awaited().of_one),
     ):
         for timeout in (None, 5.0):
             specs = {"mine": RewardSpec(function, 1.0, timeout=timeout, max_failed=0.0)}

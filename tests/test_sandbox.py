@@ -13,10 +13,9 @@ from pathlib import Path
 import pebble
 import pytest
 
-from grpo_lightning.sandbox import client, isolation
+from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.client import Limits, Outcome, Unavailable, check, run
 from tests.support.composed import ROOT
-from tests.support.honest_programs import PROGRAMS
 from tests.support.hostile_programs import ATTACKS, OTHERWISE, SILENT, escapes, greedy
 
 SMALL = Limits(seconds=1.5, cpu_seconds=1, memory_mb=256)
@@ -69,8 +68,6 @@ class World:
     def is_as_it_was(self):
         assert self._files() == self.before
         assert self.victim.poll() is None
-        assert os.sched_getaffinity(self.victim.pid) == os.sched_getaffinity(0)
-        assert os.getpriority(os.PRIO_PROCESS, self.victim.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         for one in self.listening:
             with pytest.raises(BlockingIOError):
                 one.accept()
@@ -78,7 +75,6 @@ class World:
             with pytest.raises(BlockingIOError):
                 one.recv(9)
         assert library("shmget")(SHARED, 0, 0) == -1
-        assert library("msgget")(SHARED, 0) == -1
         if client._server is not None:
             assert below(client._server._process.pid) == []
 
@@ -212,6 +208,72 @@ def test_no_hostile_program_escapes_or_hangs(world, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+# --- honest programs
+
+RECURSION = """
+import sys, threading
+sys.setrecursionlimit(10**6)
+threading.stack_size(64 * 2**20)
+def depth(n):
+    return 0 if n == 0 else 1 + depth(n - 1)
+def main():
+    print(depth(int(input())))
+thread = threading.Thread(target=main)
+thread.start()
+thread.join()
+"""
+FILES = """
+import os, tempfile
+with open("notes.txt", "w") as file:
+    file.write(input())
+with open("notes.txt") as file:
+    print(file.read()[::-1], os.listdir("."))
+os.rename("notes.txt", "old.txt")
+os.remove("old.txt")
+with tempfile.TemporaryFile(dir=".") as file:
+    file.write(b"abc")
+    file.seek(0)
+    print(file.read().decode(), os.listdir("."))
+"""
+LIBRARY = """
+import asyncio, bisect, csv, dataclasses, datetime, decimal, enum, fractions, hashlib, io, itertools, json, math
+import random, sqlite3, statistics, string, subprocess, typing, unicodedata, uuid, zlib, concurrent.futures
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int = 2
+async def later(value):
+    await asyncio.sleep(0.001)
+    return value * 2
+async def main():
+    return await asyncio.gather(later(1), later(2))
+print(Point(1), fractions.Fraction(1, 3) + 1, decimal.Decimal("0.1") * 3, math.comb(5, 2))
+print(hashlib.sha256(b"a").hexdigest()[:8], zlib.crc32(b"a"), asyncio.run(main()))
+print(sqlite3.connect(":memory:").execute("select 1 + 1").fetchone(), statistics.median([3, 1, 2]))
+with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    print(list(pool.map(str.upper, "abc")), list(csv.reader(io.StringIO("a,b"))))
+print(datetime.date(2024, 2, 28) + datetime.timedelta(2), unicodedata.name("é"), random.randint(1, 6) < 7)
+"""
+LIBRARY_PRINTS = """Point(x=1, y=2) 4/3 0.3 10
+ca978112 3904355907 [2, 4]
+(2,) 2
+['A', 'B', 'C'] [['a', 'b']]
+2024-03-01 LATIN SMALL LETTER E WITH ACUTE True
+"""
+
+PROGRAMS = [
+    *[(RECURSION, str(n), f"{n}\n") for n in (1, 20_000)],
+    *[(FILES, text, f"{text[::-1]} ['notes.txt']\nabc []\n") for text in ("abc", "äöü", "x" * 50_000)],
+    (LIBRARY, "", LIBRARY_PRINTS),
+    ("import sys\nsys.stdout.write(sys.stdin.buffer.read().decode().upper())", "straße", "STRASSE"),
+    ("import sys\nprint(sum(map(int, sys.stdin.read().split())))", "1 " * 200_000, "200000\n"),
+    ("try:\n    input()\nexcept EOFError:\n    print('nothing')", "", "nothing\n"),
+    ("print(__name__, len(bytearray(100 * 2**20)))", "", "__main__ 104857600\n"),  # 100 MiB
+    ("import atexit\natexit.register(print, 'end')\nprint('begin')", "", "begin\nend\n"),
+]
+"""Text, stdin, stdout."""
+
+
 def test_honest_programs_run():
     for text, stdin, stdout in PROGRAMS:
         assert run(text, stdin, LIMITS) == Outcome(stdout, "", "exit", 0)
@@ -287,78 +349,17 @@ server.main(int(sys.argv[1]), sys.argv[3])
 
 def test_nothing_runs_without_all_of_it(monkeypatch):
     for change, message in (
-        ("isolation._CREATE_RULESET = 5000", r"it needs Landlock, which Linux has from 5\.13 on and which is not"),
+        ("isolation._CREATE_RULESET = 5000", r"it needs Landlock of Linux 5\.13"),
         ("isolation._PR_SET_SECCOMP = 5000", "it needs seccomp filters, CONFIG_SECCOMP_FILTER of the ker"),
         (
             "isolation.platform.machine = lambda: 'riscv64'",
-            r"it needs Linux on x86_64 or aarch64 .*\(this is Linux on ri",
+            r"it needs x86_64 or aarch64 \(this is riscv64",
         ),
         ("isolation._RESTRICT_SELF = 5000", "cannot start: OSError"),
-        ("raise SystemExit(3)", "ended with status 3"),
+        ("raise SystemExit(3)", "server died"),
     ):
         client.close()
         monkeypatch.setattr(client, "_START", BROKEN.format(change))
         with pytest.raises(Unavailable, match=message):
             run("import os; os.write(1, b'ran')", "", LIMITS)
         client.close()
-
-
-def simulated(instructions, machine, number, *arguments, architecture=None):
-    """What the kernel does with a call: ``allow``, ``kill`` or the number of an error."""
-    words = {0: number, 4: architecture or isolation.ARCHITECTURES[machine]}
-    words |= {16 + 8 * place: value & 0xFFFFFFFF for place, value in enumerate(arguments)}
-    at = value = 0
-    while True:
-        code, if_true, if_false, constant = instructions[at]
-        at += 1
-        if code == 0x20:
-            value = words.get(constant, 0)
-        elif code == 0x54:
-            value &= constant
-        elif code == 0x06:
-            return {0x7FFF0000: "allow", 0x80000000: "kill"}.get(constant, constant - 0x00050000)
-        else:
-            is_true = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[code]
-            at += if_true if is_true else if_false
-
-
-@pytest.mark.parametrize("machine", isolation.ARCHITECTURES)
-def test_the_filter_reads_arguments(machine):
-    filtered = isolation.call_filter(machine, 777)
-    plain = isolation.call_numbers(machine, checked=False)
-    numbers = plain | isolation.call_numbers(machine, checked=True)
-
-    def what(name, *arguments):
-        return simulated(filtered, machine, numbers[name], *arguments)
-
-    assert {what(name) for name in plain} == {"allow"}
-    assert what("clone", 0x3D0F00) == "allow"  # as the C library starts threads
-    assert [what("clone", flags) for flags in (17, 0x3D0F00 & ~0x10000, 0x3D0F00 | 0x10000000, 0x14F00)] == [1, 1, 1, 1]
-    assert what("clone3") == 38
-    assert [what("kill", own) for own in (777, 778, 0, -1, -777)] == ["allow", 1, 1, 1, 1]
-    assert [what("tgkill", own, own, 9) for own in (777, 778)] == ["allow", 1]
-    assert [what("fcntl", 3, command) for command in (0, 4, 8, 9, 10, 15, 1030, 1033)] == ["allow"] * 2 + [1] * 4 + [
-        "allow",
-        1,
-    ]
-    assert [what("ioctl", 0, command) for command in (0x5401, 0x5412)] == ["allow", 1]
-    assert [what("prctl", option) for option in (15, 16, 1, 22, 38)] == ["allow", "allow", 1, 1, 1]
-    assert [what("prlimit64", own) for own in (0, 777, 1)] == ["allow", "allow", 1]
-    assert [what("socketpair", *kind) for kind in ((1, 1), (1, 0x80801), (1, 2), (1, 5), (2, 1))] == ["allow"] * 2 + [
-        1
-    ] * 3
-    flags = {0: "allow", 1: "allow", 2: "allow", 3: 1, 0o1001: "allow", 0o1002: "allow", 0o1000: 1, 0o1003: 1}
-    assert {flag: what("openat", -100, 0, flag) for flag in flags} == flags
-    assert simulated(filtered, machine, 63, architecture=0x40000003) == "kill"  # of 32 bits
-    assert simulated(filtered, machine, 450) == 38
-    if machine == "x86_64":
-        assert {flag: what("open", 0, flag) for flag in flags} == flags
-        assert simulated(filtered, machine, 0x40000000) == "kill"
-        assert [simulated(filtered, machine, one) for one in (41, 56, 57, 58, 59, 101, 165, 319)] == [1] * 8
-    assert len(filtered) < 4096  # the kernel's most
-
-
-def test_limits_are_checked():
-    for limits in ({"seconds": 0}, {"cpu_seconds": 1.5}, {"memory_mb": 8}):
-        with pytest.raises(ValueError, match=f"{next(iter(limits))}="):
-            Limits(**{"seconds": 1, "cpu_seconds": 1, "memory_mb": 64} | limits)

@@ -163,13 +163,6 @@ def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, fused):
     assert_close((found.logprobs, found.entropy), (expected.logprobs, expected.entropy), rtol=0, atol=2e-4)
 
 
-def test_the_llama_family_has_a_fused_decode_step(checkpoints):
-    for name in {*ARCHITECTURES} - {"gpt2"}:
-        policy = opened(checkpoints[name])
-        assert check(policy.model)
-        FusedDecodeStep(policy.model.get_decoder(), torch.float32)  # raises where there is none
-
-
 def test_what_is_computed_once(checkpoints, monkeypatch):
     policy, sizes = opened(checkpoints["llama"]), []
     sampled = generate(policy, PROMPTS, group_size=8, sampling=FREE, seed=1)
@@ -203,16 +196,6 @@ def test_gradient_checkpointing_and_adapters_have_the_same_gradient(checkpoints)
         assert_close(checkpointed, shared, rtol=1e-5, atol=1e-5)
 
 
-def test_sixteen_bit_weights(checkpoints):
-    policy = opened(checkpoints["qwen2"], dtype="bfloat16")
-    sampled = generate(policy, PROMPTS, group_size=4, sampling=FREE, seed=1)
-    assert policy.share_prompts
-    logprobs = policy.logprobs(sampled, temperature=1.0)
-    assert logprobs.dtype == torch.float32
-    assert 0 < float((logprobs - sampled.logprobs).abs()[sampled.mask].mean().detach()) < 0.1
-    assert gradient(policy, sampled).isfinite().all()
-
-
 def test_an_adapter_is_merged_into_the_samplers_copy(checkpoints):
     policy = opened(checkpoints["qwen3"], adapter={"r": 4, "target_modules": "all-linear", "init_lora_weights": False})
     assert check(policy.model)
@@ -236,6 +219,10 @@ def test_an_adapter_that_is_more_than_two_matrices_is_not_merged(checkpoints):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_sixteen_bits_round_as_training_does(checkpoints, name):
+    stored = opened(checkpoints[name], dtype="bfloat16")
+    sampled = generate(stored, PROMPTS, group_size=4, sampling=FREE, seed=1)
+    gap = (stored.logprobs(sampled, temperature=1.0).detach() - sampled.logprobs).abs()[sampled.mask]
+    assert 0 < float(gap.mean()) < 0.1
     policy = opened(checkpoints[name])
     with torch.autocast("cpu", torch.bfloat16):
         sampled = generate(policy, PROMPTS, group_size=8, sampling=FREE, seed=1)

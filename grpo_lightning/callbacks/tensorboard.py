@@ -7,7 +7,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from grpo_lightning.config.tree import value_at
+from grpo_lightning.config.settings import value_at
 from grpo_lightning.logger.base import warn_on_failure
 from grpo_lightning.supervisor import recorded_status
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.config.tree import value_at
+from grpo_lightning.config.settings import value_at
 
 LOCK_FILE = ".lock"
 PATIENCE = 3.0

@@ -13,7 +13,7 @@ from grpo_lightning.checkpoint.io import read, read_weights
 from grpo_lightning.checkpoint.resume import config_diff
 from grpo_lightning.config.redaction import REDACTED
 from grpo_lightning.config.rules import LIVE
-from grpo_lightning.config.tree import leaves, value_at
+from grpo_lightning.config.settings import leaves, value_at
 
 log = logging.getLogger(__name__)
 

@@ -5,21 +5,17 @@ settings may not name, and settings that contradict one another. Nothing heavy i
 is answered at once. `check_runtime` imports the targets and looks at this machine.
 """
 
-import inspect
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from grpo_lightning.config.consistency import consistency_problems
 from grpo_lightning.config.redaction import redact, single_line
 from grpo_lightning.config.rules import scheduled_values, value_problems
-from grpo_lightning.config.shell import format_override, quote_value
+from grpo_lightning.config.settings import each_target, format_override, quote_value, value_at
 from grpo_lightning.config.suggestions import unknown_key
-from grpo_lightning.config.targets import adapter_problems, argument_problems, target_problems, trusted_packages
-from grpo_lightning.config.tree import each_target, value_at
+from grpo_lightning.config.targets import argument_problems, target_problems, trusted_packages
 
 _OBJECTS = (
     *("advantage", "correction", "data", "loss", "module", "optimizer", "policy", "reference", "rollout", "sampler"),
@@ -34,17 +30,8 @@ TOP = (
     *(*_OBJECTS, *_PRESETS),
 )
 """Keys at the top of the settings."""
-_PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
-"""Logger -> the package that it needs, which is also the extra of this project that installs it."""
 _SANDBOXED = ("grpo_lightning.reward.code.code", "grpo_lightning.environment.python.Python")
 _JUDGE = "grpo_lightning.reward.judge.ChatJudge"
-_SELF_CHECKING = (
-    *(f"grpo_lightning.reward.format.{name}" for name in ("pattern", "keyword", "json_schema", "reasoning_steps")),
-    *(f"grpo_lightning.reward.length.{name}" for name in ("length", "repetition")),
-    *("grpo_lightning.reward.countdown.countdown", "grpo_lightning.reward.code.code", _JUDGE),
-    *("grpo_lightning.environment.gymnasium.Gymnasium", "grpo_lightning.environment.python.Python"),
-)
-"""What checks its settings when it is called without completions, and imports nothing heavy."""
 _SMALL_GROUP = 4
 """Groups with fewer completions are warned about: at a success rate of .18, 70 % of groups of 2 are all wrong or all
 right, 45 % of groups of 4 and 20 % of groups of 8."""
@@ -69,11 +56,8 @@ def check_config(config: Mapping[str, Any]) -> None:
         *_key_problems(config),
         *values.values(),
         *target_problems(config),
-        *_function_problems(config),
         *consistency_problems(config, values),
-        *_recording_problems(config, values),
         *_logger_problems(config),
-        *directory_problems(_directories(config)),
     ]:
         raise ConfigError(problems)
 
@@ -89,8 +73,7 @@ def check_runtime(config: Mapping[str, Any]) -> None:
     trusted = trusted_packages(config)
     devices = import_module("grpo_lightning.distributed.devices")  # by name: that package imports this one
     problems = [problem for key, node in each_target(config) for problem in argument_problems(node, key, trusted)]
-    problems += [*adapter_problems(config.get("policy") or {}), *devices.device_problems(config)]
-    if problems := [*problems, *_judge_problems(config), *sandbox_problems(config)]:
+    if problems := [*problems, *devices.device_problems(config), *_judge_problems(config), *sandbox_problems(config)]:
         raise ConfigError(problems)
 
 
@@ -111,57 +94,6 @@ def _key_problems(config: Mapping[str, Any]) -> Iterator[str]:
                 f"{name}: no _target_ says what it is; choose a file of conf/{name}, or begin your own with "
                 "'defaults: [NAME]', the name of one of these"
             )
-
-
-def _function_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """What reward functions and environments of this project say of their own settings."""
-    for key, node in each_target(config):
-        settings = {name: value for name, value in node.items() if not name.startswith("_")}
-        if node["_target_"] not in _SELF_CHECKING or any(value_at(value, "_target_") for value in settings.values()):
-            continue
-        module, _, name = node["_target_"].rpartition(".")
-        function = getattr(import_module(module), name)
-        parameters = () if inspect.isclass(function) else inspect.signature(function).parameters.values()
-        columns: dict[str, Any] = {p.name: [] for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
-        try:
-            function(**columns, **{name: value for name, value in settings.items() if name not in columns})
-        except TypeError:
-            continue  # arguments that are missing, unknown or of a wrong type are reported as such
-        except ValueError as error:
-            yield f"{key}.{error}"
-
-
-def _recording_problems(config: Mapping[str, Any], broken: Collection[str]) -> Iterator[str]:
-    """What stands in the way of training on the recorded rollouts in ``rollout.path``."""
-    path, last = str(value_at(config, "rollout.path")), config.get("steps")
-    is_recorded = value_at(config, "rollout._target_") == "grpo_lightning.rollout.recorded.Recorded"
-    if not is_recorded or config.get("mode") != "fit" or not isinstance(last, int):
-        return
-    recording = import_module("grpo_lightning.recording")  # by name: that package imports this one
-    try:
-        directory = recording.find_directory(path)
-        files = recording.recorded_steps(directory)
-        first = 1
-        if config.get("checkpoint") is not None:  # a resumed run needs the rest, and the first steps may be gone
-            first = min(max((step for step in range(1, last + 1) if step not in files), default=0) + 1, last)
-        missing = [step for step in range(first, last + 1) if step not in files]
-        header = {} if missing else recording.read_header(files[last])
-    except (recording.RecordingError, OSError) as error:
-        yield f"rollout.path={path}: {error}"
-        return
-    written = (Path(config["run_dir"]) / recording.FOLDER, value_at(config, "callbacks.rollouts.directory"))
-    if directory.resolve() in {Path(str(place)).resolve() for place in written}:
-        yield f"rollout.path={path}: this run would write its own rollouts there; name another run"
-    elif missing:
-        yield (
-            f"rollout.path={path}: steps={last} needs the rollouts of steps 1 to {last}; {directory} has "
-            f"{recording.format_steps(files)}, and not {recording.format_steps(missing)} (callbacks=rollouts records "
-            "all of a run)"
-        )
-    for key, name in (("data.prompts_per_step", "prompts"), ("rollout.group_size", "group_size")):
-        size, recorded = value_at(config, key), header.get(name)
-        if key not in broken and recorded is not None and size != recorded:
-            yield f"{key}={size} differs from the recorded rollouts, which have {recorded}"
 
 
 def _judge_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -186,44 +118,14 @@ def sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Loggers that were not chosen, or whose package is not installed."""
+    """Settings of loggers that were not chosen."""
     loggers = config.get("logger") or {}
     if not isinstance(loggers, Mapping):
         yield f"logger={loggers}: must be one of csv, mlflow, none, tensorboard, wandb, or a list of them"
         return
     chosen = [name for name, logger in loggers.items() if value_at(logger, "_target_")]
-    for name, logger in loggers.items():
-        package = _PACKAGES.get(str(value_at(logger, "_target_")).rpartition(".")[2])
-        if name not in chosen:
-            yield f"logger.{name}: this logger is not chosen; choose {format_override('logger', [*chosen, name])}"
-        elif package and find_spec(package) is None:
-            yield f"logger.{name} needs the package {package}: pip install 'grpo-lightning[{package}]'"
-
-
-def directory_problems(directories: Mapping[str, Any]) -> list[str]:
-    """Directories that cannot be made or written to, each reason once.
-
-    Args:
-        directories: Key -> directory; what is no text is left out.
-    """
-    reasons: dict[str, str] = {}
-    for key, directory in directories.items():
-        if isinstance(directory, str):
-            path = Path(directory).absolute()
-            existing = next(place for place in (path, *path.parents) if place.exists())
-            if not existing.is_dir():
-                reasons.setdefault(f"{existing} is not a directory", f"{key}={directory}")
-            elif not os.access(existing, os.W_OK | os.X_OK):
-                reasons.setdefault(f"no permission to write to {existing}", f"{key}={directory}")
-    return [single_line(f"{override} cannot be written to: {reason}") for reason, override in reasons.items()]
-
-
-def _directories(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Key -> directory that the run and its callbacks write to."""
-    callbacks = (config.get("callbacks") or {}) if config.get("mode") == "fit" else {}
-    return {"hydra.run.dir": config.get("run_dir")} | {
-        f"callbacks.{name}.directory": value_at(node, "directory") for name, node in callbacks.items()
-    }
+    for name in loggers.keys() - set(chosen):
+        yield f"logger.{name}: this logger is not chosen; choose {format_override('logger', [*chosen, name])}"
 
 
 def describe_sizes(config: Mapping[str, Any]) -> str:

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from grpo_lightning.config.shell import format_override
-from grpo_lightning.config.suggestions import nearest
-from grpo_lightning.config.tree import value_at
+from grpo_lightning.config.settings import format_override, value_at
 
 Reader = Callable[[str], Any]
 """Dotted key -> value; raises `Unsound` where there is none that can be relied on."""
@@ -17,12 +16,7 @@ class Unsound(Exception):
 
 
 def consistency_problems(config: Mapping[str, Any], broken: Collection[str]) -> Iterator[str]:
-    """What is wrong with settings that contradict one another.
-
-    Args:
-        config: Resolved settings.
-        broken: Dotted keys whose values are reported already; rules that compare them say nothing.
-    """
+    """Settings that contradict one another; rules that compare a key of ``broken``, reported already, say nothing."""
 
     def get(key: str) -> Any:
         value = value_at(config, key, Unsound)
@@ -48,6 +42,29 @@ def _copied_parts(get: Reader) -> Iterator[str]:
             yield f"module.{part}: differs from {part}, of which it is a copy; set {part}=NAME or {part}.KEY=VALUE"
 
 
+def _lengths(get: Reader) -> Iterator[str]:
+    prompts, warmup, steps = get("data.prompts_per_step"), get("schedule.warmup_steps"), get("steps")
+    if prompts > (size := get("data").get("train_size", prompts)):
+        yield f"data.prompts_per_step={prompts} is more than the training prompts, data.train_size={size}"
+    if warmup > steps > 0:
+        yield f"schedule.warmup_steps={warmup} is more than the steps of the run, steps={steps}"
+
+
+def _sweep_metric(get: Reader) -> Iterator[str]:
+    name, validation = str(get("sweep_metric")), get("validation")
+    known = ["val/pass@1", *(f"val/{kind}@{k}" for kind in ("pass", "maj") for k in validation["ks"] if k > 1)]
+    known += [f"val/reward/{reward}" for reward in ("total", *(validation.get("reward") or {}))]
+    if name.startswith("val/") and name not in known:
+        yield f"sweep_metric={name}: must be one of {', '.join(dict.fromkeys(known))}, or a metric of training"
+
+
+def _recorded(get: Reader) -> Iterator[str]:
+    if str(get("rollout._target_")).endswith(".Recorded"):
+        source, own = Path(get("rollout.path")).resolve(), Path(get("run_dir")).resolve()
+        if own in (source, source.parent):
+            yield f"rollout.path={get('rollout.path')}: this run would write its own rollouts there; name another run"
+
+
 def _validation_samples(get: Reader) -> Iterator[str]:
     ks, samples = get("validation.ks"), get("validation.samples_per_prompt")
     if any(k > samples for k in ks):
@@ -69,12 +86,6 @@ def _rewards(get: Reader) -> Iterator[str]:
                 f"reward.{name}: this reward is not chosen; choose {format_override('reward', [*chosen, name])}, or "
                 f"begin your own file for it with 'defaults: [base@{name}]'"
             )
-
-
-def _enough_prompts(get: Reader) -> Iterator[str]:
-    prompts, size = get("data.prompts_per_step"), get("data.train_size")
-    if prompts > size:
-        yield f"data.prompts_per_step={prompts} is more than the training prompts, data.train_size={size}"
 
 
 def _minibatch_size(get: Reader) -> Iterator[str]:
@@ -130,12 +141,6 @@ def _quantization(get: Reader) -> Iterator[str]:
             f"policy.quantization={bits} needs policy.adapter, such as {{r: 16, lora_alpha: 32}}: quantized weights "
             "cannot be trained"
         )
-
-
-def _warmup(get: Reader) -> Iterator[str]:
-    warmup, steps = get("schedule.warmup_steps"), get("steps")
-    if warmup > steps and get("mode") in ("fit", "preflight"):
-        yield f"schedule.warmup_steps={warmup} is more than the steps of the run, steps={steps}"
 
 
 def _preflight(get: Reader) -> Iterator[str]:
@@ -249,8 +254,6 @@ _TRAINER_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_distributed_sampler": ((False,), "all processes read the same prompts and divide them later"),
 }
 """Option of Lightning's Trainer that would end or thin a run -> allowed values, and what to use instead."""
-_CHECKPOINT_IO = "grpo_lightning.checkpoint.io.AtomicCheckpointIO"
-_STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true", "single_device")
 
 
 def _trainer(get: Reader) -> Iterator[str]:
@@ -264,20 +267,6 @@ def _trainer(get: Reader) -> Iterator[str]:
         if not any(type(value) is type(option) and value == option for option in allowed):
             options = " or ".join(map(_written, allowed))
             yield f"trainer.{name}={_written(value)}: must be {options}; {instead}"
-    if (logger := trainer.get("logger", [])) is None or logger is True:
-        yield f"trainer.logger={_written(logger)}: must be a list or false; Lightning's own is logger=tensorboard"
-    if _CHECKPOINT_IO not in str(trainer.get("plugins")):
-        yield (
-            f"trainer.plugins={trainer.get('plugins')}: must be a list with {{_target_: {_CHECKPOINT_IO}}}, which "
-            "keeps checkpoints whole"
-        )
-    devices, strategy = trainer.get("devices"), trainer.get("strategy")
-    is_list = str(devices) == "-1" or isinstance(devices, list | tuple) or "," in str(devices)
-    if trainer.get("accelerator") == "cpu" and is_list:
-        yield f"trainer.devices={devices}: must be auto or a number of processes with trainer.accelerator=cpu"
-    is_known = not isinstance(strategy, str) or strategy in _STRATEGIES or strategy.startswith(("deepspeed", "fsdp"))
-    if not is_known:
-        yield f"trainer.strategy={strategy}: use one of {', '.join(_STRATEGIES)}, or trainer=ddp or trainer=fsdp"
 
 
 def _written(value: Any) -> str:
@@ -285,48 +274,8 @@ def _written(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-SFT_METRICS = ("loss/total", "optim/grad_norm", "optim/lr", "optim/skipped", "time/update", "time/step")
-_GRPO_METRICS = {
-    "reward": ("std",),
-    "advantage": ("mean", "std"),
-    "group": ("all_right", "all_wrong", "mixed", "tries", "kept", "carried"),
-    "reward_model": ("loss", "accuracy"),
-    "policy": (
-        *("kl_divergence", "entropy", "clip_fraction", "ratio_mean", "ratio_max"),
-        *("mismatch_mean", "mismatch_max", "mismatch_kl"),
-    ),
-    "correction": ("mean", "max", "masked"),
-    "loss": ("policy", "kl", "entropy"),
-    "completion": ("length_mean", "length_max", "truncated_fraction", "set_size_mean", "set_full_fraction"),
-    "sampler": ("weight_version", "support_miss_rate"),
-    "episode": ("turns", "turns_max", "reply_tokens", "failed", "bad_calls", "cut_replies"),
-    "time": ("environment", "sync", "wake", "rollout", "reward", "score", "wait"),
-    "perf": ("tokens_per_second", "gemm_fraction", "peak_memory_gb"),
-}
-GRPO_METRICS = (*SFT_METRICS, *(f"{group}/{name}" for group, names in _GRPO_METRICS.items() for name in names))
-"""Names of metrics that do not depend on the settings; docs/metrics.md says what they mean."""
-
-
-def _sweep_metric(get: Reader) -> Iterator[str]:
-    """Whether ``sweep_metric`` is among the metrics of the run; modules of the user's have their own."""
-    name, module, ks = get("sweep_metric"), str(get("module._target_")), get("validation.ks")
-    if not module.startswith("grpo_lightning.module.") or str(name).startswith("varying/"):
-        return
-    validated, rewards = get("validation").get("reward") or {}, get("reward")
-    known = [f"val/{kind}@{k}" for kind in ("pass", "maj") for k in ks]
-    known += [f"val/reward/{reward}" for reward in ("total", *validated)]
-    listed = ", ".join(known)
-    if module.endswith("GRPOLightningModule"):
-        known += [*GRPO_METRICS, "reward/total", *(f"{group}/{r}" for group in ("reward", "failure") for r in rewards)]
-    else:
-        known += SFT_METRICS
-    if name not in known and max(ks, default=0) <= get("validation.samples_per_prompt"):
-        meant = nearest(str(name), known)
-        guess = f"; the nearest is {meant}" if meant and not meant.startswith("val/") else ""
-        yield f"sweep_metric={_written(name)}: must be one of {listed}, or a metric of training{guess}"
-
-
 _RULES: tuple[Callable[[Reader], Iterator[str]], ...] = (
-    *(_copied_parts, _validation_samples, _rewards, _enough_prompts, _dtype, _minibatch_size, _reference, _max_tries),
-    *(_downsample, _delta, _quantization, _fsdp, _warmup, _preflight, _vllm, _environment, _trainer, _sweep_metric),
+    *(_validation_samples, _rewards, _dtype, _minibatch_size, _reference, _max_tries),
+    *(_downsample, _delta, _quantization, _fsdp, _preflight, _vllm, _environment, _trainer),
+    *(_copied_parts, _lengths, _sweep_metric, _recorded),
 )

@@ -78,11 +78,7 @@ def _redact_value(value: Any, is_secret: bool) -> Any:
 
 
 def escape_control(text: str) -> str:
-    r"""``text`` with its control characters as escapes, such as ``\x1b``; tabs and ends of lines stay.
-
-    Completions and the messages of exceptions may hold sequences that clear a terminal, rename its window or turn the
-    direction of writing around.
-    """
+    """``text`` with its control characters, which may rewrite a terminal, as escapes; tabs and ends of lines stay."""
     return _CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
 
 

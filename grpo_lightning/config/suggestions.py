@@ -11,25 +11,15 @@ from typing import Any
 import yaml
 
 from grpo_lightning.config.redaction import single_line
-from grpo_lightning.config.shell import command_name, format_override
-from grpo_lightning.config.tree import walk
+from grpo_lightning.config.settings import command_name, format_override, walk
 
 _UNKNOWN = re.compile(r"Could not override '([^']*)'")
 _NO_CHOICE = re.compile(r"Could not (?:find|load) '([^']*)'")
-_AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^']*)'")
-_NOT_PARSED = re.compile(r"(?:Error parsing override '|LexerNoViableAltException: )(.*?)'?$", re.MULTILINE)
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 _INHERITED_ONLY = {"base", "taught"}
 """Files of conf/ that others inherit from, which are no choices."""
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name", "hydra.verbose")
-_PLUGINS = {
-    "hydra/launcher/joblib": "hydra-joblib-launcher",
-    "hydra/launcher/submitit_local": "hydra-submitit-launcher",
-    "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
-    "hydra/sweeper/optuna": "hydra-optuna-sweeper",
-}
-"""Choice that a plug-in of Hydra brings -> the package to install."""
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -57,12 +47,7 @@ def aliases() -> dict[str, dict[str, str]]:
 
 
 def translate_key(key: str, value: str | None = None) -> str | None:
-    """What a setting of TRL, verl and others is called here, as the end of a sentence; None if it is none.
-
-    Args:
-        key: As a user wrote it, with or without verl's ``actor_rollout_ref``.
-        value: What it was set to; None: not known.
-    """
+    """What a setting of TRL, verl and others is called here, as the end of a sentence; None if it is none."""
     same, similar = aliases().values()
     last = key.rpartition(".")[2]
     foreign = [last] if same.get(last, "").rpartition(".")[2] != last else []  # rollout.top_p is a word of both
@@ -84,47 +69,14 @@ def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | Non
     return None
 
 
-def unknown_option(option: str, following: str | None, keys: Collection[str]) -> str:
-    """What to say of an option that Hydra does not have, such as ``--lr 1e-5``: settings have no dashes here.
-
-    Args:
-        option: With its dashes, as typed.
-        following: The word after it, which may be its value.
-        keys: Dotted keys of the settings.
-    """
-    name, sign, value = option.lstrip("-").replace("-", "_").partition("=")
-    if sign:
-        value = option.partition("=")[2]
-    else:
-        value = "VALUE" if following is None or following.startswith("--") or "=" in following else following
-    if name in keys:
-        return single_line(f"{option}: write {shlex.quote(f'{name}={value}')}, without dashes")
-    hint = unknown_key(name, value, keys)
-    return single_line(
-        f"{option}: {hint or f'write KEY=VALUE, without dashes; {command_name()} --help lists the keys'}"
-    )
-
-
 def explain_compose_error(error: Exception, conf: Path, words: Sequence[str] = ()) -> str:
-    """One sentence for an error of Hydra or OmegaConf about overrides: key, value, and what may have been meant.
-
-    Args:
-        error: Raised by composing settings.
-        conf: The directory of the settings' files, whose folders are the groups.
-        words: The user's overrides.
-    """
+    """One sentence for an error of Hydra about the overrides ``words``; the folders of ``conf`` are the groups."""
     text = str(error)
     typed = {word.partition("=")[0].lstrip("+~"): word.lstrip("+~") for word in words}
-    if match := _NO_CHOICE.search(text):
+    if (match := _NO_CHOICE.search(text)) and not match[1].startswith("hydra/"):
         return single_line(_no_choice(match[1].strip(), conf, words))
     if (match := _UNKNOWN.search(text)) and match[1] in typed:
-        return single_line(_unknown(error, typed[match[1]], conf))
-    if (match := _AMBIGUOUS.search(text)) and match[1].strip() in words:
-        key, _, value = match[1].strip().partition("=")
-        listed = shlex.quote(f"{key}=[{value}]")
-        return single_line(f"{key}={value}: write {listed} for a list, or add -m for one run of each")
-    if (match := _NOT_PARSED.search(text)) and match[1].strip() in words:
-        return single_line(_not_parsed(match[1].strip()))
+        return single_line(_unknown(typed[match[1]], conf))
     if match := _FULL_KEY.search(text):
         is_missing = type(error).__name__ == "MissingMandatoryValue"
         return single_line(
@@ -134,12 +86,8 @@ def explain_compose_error(error: Exception, conf: Path, words: Sequence[str] = (
     return single_line("; ".join(line.strip() for line in lines if line.strip() and "hydra.cc" not in line))
 
 
-def _unknown(error: Exception, override: str, conf: Path) -> str:
+def _unknown(override: str, conf: Path) -> str:
     key, sign, value = override.partition("=")
-    absent = _FULL_KEY.search(str(error.__cause__))  # the first part of the key that is not there
-    part, _, name = absent[1].rpartition(".") if absent else ("", "", "")
-    if part == "reward" and name in _choices(conf, "reward"):
-        return f"{override}: the reward {name} is not chosen; add it to reward=[…,{name}]"
     groups = [path.name for path in conf.iterdir() if path.is_dir()]
     if not set("./") & set(key) and not translate_key(key) and (group := nearest(key, groups, cutoff=0.7)):
         choice = shlex.quote(f"{group}={value}") if value else f"{group}=NAME"
@@ -153,14 +101,8 @@ def _unknown(error: Exception, override: str, conf: Path) -> str:
 
 
 def _no_choice(path: str, conf: Path, words: Sequence[str]) -> str:
-    if package := _PLUGINS.get(path):
-        return f"{'='.join(path.rsplit('/', 1))}: a plug-in that is not installed: pip install {package}"
-    if path.startswith("hydra/"):
-        group, _, name = path.rpartition("/")
-        known = ["basic", *(plugin.rpartition("/")[2] for plugin in _PLUGINS if plugin.startswith(group))]
-    else:
-        group, _, name = path.partition("/")
-        known = _choices(conf, group)
+    group, _, name = path.partition("/")
+    known = _choices(conf, group)
     choice = f"reward=[…,{name}]" if group == "reward" else f"{group}={name}"
     if group == "policy" and "/" in name and choice in words:  # otherwise a file may have chosen it
         return f"{choice}: use policy=hf {format_override('policy.path', name)} for a model of the hub or a directory"
@@ -172,14 +114,6 @@ def _no_choice(path: str, conf: Path, words: Sequence[str]) -> str:
         return f"{choice}: use reward=[…,custom] {function} for a function of your own"
     meant = nearest(name, known)
     return f"{choice}: choose one of {', '.join(known)}{f'; the nearest is {meant}' if meant else ''}"
-
-
-def _not_parsed(override: str) -> str:
-    key, _, value = override.partition("=")
-    if not value:
-        return f"{override}: write KEY=VALUE"
-    quoted = shlex.quote(f'{key}="…"')
-    return f"{override}: put quotes around values with spaces, commas, brackets, quotes or =: {quoted}"
 
 
 def _choices(conf: Path, group: str) -> list[str]:

@@ -13,15 +13,13 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import Parameter
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from types import ModuleType
+from typing import Any
 
 from grpo_lightning.config.redaction import single_line
-from grpo_lightning.config.rules import REWARD, RULES
+from grpo_lightning.config.settings import walk
 from grpo_lightning.config.suggestions import nearest
-from grpo_lightning.config.tree import walk
 
 _PARTS = (
     *("advantage", "callbacks", "data", "environment", "logger", "loss", "module", "policy", "reference", "reward"),
@@ -42,8 +40,6 @@ _REFUSED = (
     "loggers, strategies, plugins, profilers and accelerators, your own Python files, and packages in trusted=[PACKAGE]"
 )
 _PYTHON = {"builtins", *sys.stdlib_module_names}
-_TYPES = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
-_NAMED = {kind.__name__: kind for kind in _TYPES}
 
 
 def trusted_packages(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -67,10 +63,10 @@ def target_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def import_target(path: str, trusted: Collection[str] = (), allowed: Collection[str] = ALLOWED_TARGETS) -> Any:
-    """Import the function or class that a path names.
+    """Import the function or class that a path such as ``torch.optim.AdamW`` names.
 
     Args:
-        path: Such as ``torch.optim.AdamW``.
+        path: Dotted path.
         trusted: Packages that the user trusts.
         allowed: Packages, modules and classes that may be named besides the user's own code.
 
@@ -161,76 +157,35 @@ def _defining_module(member: Any) -> str:
 
 
 def argument_problems(node: Mapping[str, Any], key: str, trusted: Collection[str] = ()) -> Iterator[str]:
-    """What is wrong with the ``_target_`` of settings, which is imported, and with its arguments.
-
-    Args:
-        node: Settings with a ``_target_``.
-        key: The dotted key of these settings.
-        trusted: Packages that the user trusts.
-    """
+    """What is wrong with the ``_target_`` of the settings ``node`` at ``key``, which is imported, and its arguments."""
     target = str(node["_target_"])
     try:
         member = import_target(target, trusted)
     except ValueError as error:
         yield f"{key}._target_={target}: {error}"
         return
-    if "_args_" not in node:
-        yield from _argument_problems(member, node, key, target)
-
-
-def adapter_problems(policy: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with ``policy.adapter``, the arguments of peft's ``LoraConfig``, which is imported."""
-    adapter = policy.get("adapter")
-    if isinstance(adapter, Mapping):
-        if "task_type" in adapter:
-            yield "policy.adapter.task_type: unknown; the task is always CAUSAL_LM"
-        yield from _argument_problems(_imported("peft.LoraConfig"), adapter, "policy.adapter", "peft.LoraConfig")
-    elif adapter is not None:
-        yield f"policy.adapter={adapter}: must be arguments of peft's LoraConfig, as {{r: 16, lora_alpha: 32}}, or null"
-
-
-def with_targets(config: Any) -> Any:
-    """Settings in which tools that are named by dotted paths are targets, so that they are checked and imported.
-
-    Args:
-        config: Resolved settings, which are changed.
-    """
-    for key, tools in list(walk(config, "config")):
-        if key.endswith(".tools") and isinstance(tools, list):
-            tools[:] = [{"_target_": tool, "_partial_": True} if isinstance(tool, str) else tool for tool in tools]
-    return config
-
-
-def _argument_problems(member: Any, node: Mapping[str, Any], key: str, target: str) -> Iterator[str]:
-    """What is wrong with arguments: missing and unknown ones, and those of another type than their annotation."""
+    if "_args_" in node:
+        return
     try:
         parameters = inspect.signature(member).parameters
     except (TypeError, ValueError):  # it does not say what it takes
         return
-    try:
-        hints = get_type_hints(member.__init__ if inspect.isclass(member) else member)
-    except Exception:  # whatever evaluating a foreign annotation raises
-        hints = {name: _NAMED.get(str(parameter.annotation)) for name, parameter in parameters.items()}
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     required = [name for name, p in named.items() if p.default is p.empty and p.kind is not p.POSITIONAL_ONLY]
     if (missing := [name for name in required if name not in node]) and not node.get("_partial_"):
         yield f"{key}: {target} needs {', '.join(missing)} (or `_partial_: true`, which passes on the function itself)"
-    for name, value in node.items():
-        if name in named:
-            has_rule = f"{key}.{name}" in RULES or (key.startswith("reward.") and name in REWARD)
-            if not has_rule and (expected := _other_type(value, hints.get(name))):
-                yield f"{key}.{name}={'null' if value is None else value}: must be {expected}"
-        elif not name.startswith("_") and not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in node:
+        if name not in named and not name.startswith("_"):
             meant = nearest(name, named)
             guess = f"the nearest is {meant}; " if meant else ""
             yield f"{key}.{name}: unknown; {guess}{target} takes {', '.join(parameters)}"
 
 
-def _other_type(value: Any, hint: Any) -> str | None:
-    """The types of an annotation in words where a value has none of them; None where it has, or they are not plain."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    is_plain = all(isinstance(option, type) and option in _TYPES for option in options)
-    if not is_plain or (isinstance(value, Mapping) and "_target_" in value):
-        return None
-    is_number = isinstance(value, int) and not isinstance(value, bool) and float in options
-    return None if type(value) in options or is_number else " or ".join(_TYPES[option] for option in options)
+def with_targets(config: Any) -> Any:
+    """Turn the tools that resolved settings name by dotted paths into targets, in place."""
+    for key, tools in list(walk(config, "config")):
+        if key.endswith(".tools") and isinstance(tools, list):
+            tools[:] = [{"_target_": tool, "_partial_": True} if isinstance(tool, str) else tool for tool in tools]
+    return config

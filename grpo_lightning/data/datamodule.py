@@ -10,8 +10,19 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from grpo_lightning.config.rules import DATA, problems
-from grpo_lightning.data.order import StepSampler, even_batches
-from grpo_lightning.data.sources import CHUNK, Fits, GeneratedRows, Row, Source, Subset, hold_out, keep, place
+from grpo_lightning.data.sources import (
+    CHUNK,
+    Fits,
+    GeneratedRows,
+    Row,
+    Source,
+    StepSampler,
+    Subset,
+    even_batches,
+    hold_out,
+    keep,
+    place,
+)
 from grpo_lightning.policy import Policy
 from grpo_lightning.types import Prompts
 
@@ -23,19 +34,22 @@ _CHECKED_ROWS = 64
 class Batches:
     """Batches of prompts, from a loader that is made anew each time they are iterated over.
 
-    It has no length, since an epoch may be shorter than the one before, and is no ``DataLoader``, of which a trainer
-    would replace the sampler.
+    It is no ``DataLoader``, of which a trainer would replace the sampler.
     """
 
-    def __init__(self, open_loader: Callable[[], DataLoader[Any]], size: int = 0) -> None:
-        self._open_loader, self._size = open_loader, size
+    def __init__(self, open_loader: Callable[[], DataLoader[Any]]) -> None:
+        self._open_loader = open_loader
 
     def __iter__(self) -> Iterator[Prompts]:
         return iter(self._open_loader())
 
 
 class SizedBatches(Batches):
-    """Batches of which there are ``size`` each time, so that they have a length."""
+    """Batches of which there are ``size`` each time; a training epoch may be shorter than the one before."""
+
+    def __init__(self, open_loader: Callable[[], DataLoader[Any]], size: int) -> None:
+        super().__init__(open_loader)
+        self._size = size
 
     def __len__(self) -> int:
         return self._size
@@ -45,8 +59,7 @@ class PromptData(LightningDataModule):
     """Training and held-out prompts, as text.
 
     Every epoch of the trainer is the stretch of steps up to the next validation: each time the training prompts are
-    iterated over, they begin after the last completed step. All processes read the same batches and divide them later,
-    so that any trainer's settings for samplers and reloading will do.
+    iterated over, they begin after the last completed step. All processes read the same batches and divide them later.
 
     Args:
         train: The training source, or a callable that opens it in ``load``.
@@ -112,10 +125,7 @@ class PromptData(LightningDataModule):
         return tuple(self.validation[0][1])
 
     def load(self) -> tuple[Source, Source]:
-        """Open both sources, the first time it is called.
-
-        Returns:
-            The training prompts and the held-out ones that are used.
+        """Open both sources, the first time it is called: the training prompts and the held-out ones that are used.
 
         Raises:
             ValueError: A source is malformed or has too few prompts.
@@ -129,14 +139,7 @@ class PromptData(LightningDataModule):
         return self._sources
 
     def limit_prompts(self, fits: Fits) -> None:
-        """Drop the prompts that are longer than ``max_prompt_length``, and say how many they were.
-
-        Args:
-            fits: Which of some prompts have at most ``max_prompt_length`` tokens.
-
-        Raises:
-            ValueError: Too few are left.
-        """
+        """Drop the prompts that do not fit into ``max_prompt_length`` tokens; raises ValueError if too few are left."""
         if self.max_prompt_length is None:
             return
         try:
@@ -145,12 +148,8 @@ class PromptData(LightningDataModule):
         except ValueError as error:
             raise ValueError(f"data.max_prompt_length={self.max_prompt_length}: {error}") from error
         if lost or lost_held_out:
-            _log.warning(
-                "dropped %d training and %d held-out prompts longer than data.max_prompt_length=%d tokens",
-                lost,
-                lost_held_out,
-                self.max_prompt_length,
-            )
+            counts = lost, lost_held_out, self.max_prompt_length
+            _log.warning("dropped %d training and %d held-out prompts longer than data.max_prompt_length=%d", *counts)
 
     def fingerprint(self) -> dict[str, Any]:
         """What tells these prompts from others: how many there are, and a hash of some rows of both sources."""
@@ -227,15 +226,10 @@ class PromptData(LightningDataModule):
 
 
 def check_prompts(data: PromptData, policy: Policy, config: Mapping[str, Any]) -> None:
-    """Check the prompts that are left after ``data.max_prompt_length``; warn where they are all the same.
-
-    Args:
-        data: Its prompts are read; of a source that makes them on access only the first.
-        policy: Knows their lengths in tokens, and its context.
-        config: The run's settings.
+    """Check that the prompts, those that are made on access only in part, fit into the policy's context.
 
     Raises:
-        ValueError: A prompt does not fit into the model's context together with the longest completion.
+        ValueError: One does not, together with the longest completion; names its row.
     """
     if "rollout" not in config["module"]:  # supervised
         return
@@ -245,14 +239,6 @@ def check_prompts(data: PromptData, policy: Policy, config: Mapping[str, Any]) -
         del parts["rollout"]
     for part, source in parts.items():
         size = min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source)
-        is_single_turn = config.get("environment") is None  # else the same prompt may begin different episodes
-        if source is train and is_single_turn and size > 1 and all(train[i][0] == train[0][0] for i in range(size)):
-            _log.warning(
-                "all %d training prompts are the same, %.60r: only this one is trained on; is data.prompt_column the "
-                "column that differs?",
-                len(train),
-                train[0][0],
-            )
         key, new = f"{part}.max_new_tokens", config[part]["max_new_tokens"]
         if context is None or not isinstance(new, int) or (limit is not None and limit + new <= context):
             continue

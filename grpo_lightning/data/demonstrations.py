@@ -49,17 +49,15 @@ def _demonstration(prompt: Any, columns: dict[str, Any], column: str, place: str
     if completion is None and isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[-1], dict):
         first = next((n for n, message in enumerate(prompt) if n and message["role"] == "assistant"), len(prompt) - 1)
         prompt, completion = prompt[:first], prompt[first:]
-    expected = (
-        "expected text, one message of the assistant, or several in turn with replies; or a conversation in the "
-        "prompt's column that the assistant ends"
-    )
     if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):
         messages: Any = check_prompt(completion, place)
         if problem := messages_problem(messages):
-            raise ValueError(f"{place}: {problem}; {expected}")
+            raise ValueError(f"{place}: {problem}")
         completion = messages if len(messages) > 1 else messages[0]["content"]
     elif not isinstance(completion, str) or not completion:
-        raise ValueError(f"{place}: {expected}, got {completion!r:.80}")
+        raise ValueError(
+            f"{place}: expected text, or messages of the assistant in turn with replies, got {completion!r:.80}"
+        )
     return prompt, {**further, "completion": completion}
 
 
@@ -85,12 +83,6 @@ def prompts(
         validation=partial(source, validation_path) if validation_path else None,
         **settings,
     )
-
-
-def _probability(name: str, value: float) -> float:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name}={value}: expected a probability from 0 to 1")
-    return value
 
 
 # Reasoning in tags, for the shipped policy. A slip is carried on to the answer. Slips are spread over many values, so a
@@ -157,17 +149,7 @@ _REASONING: Mapping[str, Reasoning] = {
 
 
 def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, slip_rate: float) -> str:
-    """A completion ``<think>reasoning</think><answer>answer</answer>`` for an entry of a reasoning_gym task.
-
-    Args:
-        task: Name of a reasoning_gym data set.
-        entry: One of its entries.
-        rng: Decides where the demonstration slips, and to what.
-        slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
-
-    Raises:
-        ValueError: The entry is of a kind that the demonstrations of its task do not show.
-    """
+    """A completion ``<think>reasoning</think><answer>answer</answer>`` for an entry of a reasoning_gym task."""
     reasoning, answer = _REASONING[task](entry["metadata"], rng, slip_rate)
     return f"<think>{reasoning}</think><answer>{answer}</answer>"
 
@@ -195,7 +177,7 @@ class ReasoningDemonstrations(GeneratedRows):
         self._sources = [
             (task, reasoning_gym.create_dataset(task, size=size, seed=seed, **config)) for task, config in tasks.items()
         ]
-        self._slip_rate = _probability("slip_rate", slip_rate)
+        self._slip_rate = slip_rate
 
     def _row(self, number: int) -> Row:
         index = number - self._seed
@@ -219,7 +201,7 @@ class Products(GeneratedRows):
 
     def __init__(self, size: int, seed: int, call_rate: float) -> None:
         super().__init__(size, seed)
-        self._call_rate = _probability("call_rate", call_rate)
+        self._call_rate = call_rate
 
     def _row(self, number: int) -> Row:
         rng = random.Random(f"Products {number}")
@@ -249,7 +231,7 @@ class Numbers(GeneratedRows):
     def __init__(self, size: int, seed: int, highest: int, guesses: int, careful_rate: float) -> None:
         super().__init__(size, seed)
         self._highest, self._guesses = highest, guesses
-        self._careful_rate = _probability("careful_rate", careful_rate)
+        self._careful_rate = careful_rate
 
     def _row(self, number: int) -> Row:
         rng = random.Random(f"Numbers {number}")

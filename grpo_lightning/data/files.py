@@ -16,41 +16,24 @@ _MIN_HOLD_OUT = 5  # rows; of fewer in memory all serve for training and validat
 
 
 def check_prompt(value: Any, where: str) -> Prompt:
-    """Check the prompt of one row: text, chat messages with the keys "role" and "content" only, or token ids.
-
-    Args:
-        value: What the row has in the column of the prompt.
-        where: Which file, line and column that is, for messages.
-
-    Raises:
-        ValueError: It is none of these, or empty.
-    """
-    expected = "expected text or a list of chat messages"
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError(f"{where}: {expected}, got an empty text")
+    """The prompt of a row: text, chat messages with "role" and "content" only, or token ids; ValueError otherwise."""
+    if isinstance(value, str) and value.strip():
         return value
-    if not isinstance(value, list):
-        raise ValueError(f"{where}: {expected}, got {_shown(value)}")
-    if value and all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value):
-        return value  # token ids
-    messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, 1)]
-    if not any(message["content"].strip() for message in messages):
-        raise ValueError(f"{where}: {expected}, got messages without any text")
-    return messages
+    if isinstance(value, list) and value:
+        if all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value):
+            return value
+        messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, 1)]
+        if any(message["content"].strip() for message in messages):
+            return messages
+    raise ValueError(f"{where}: expected text or a list of chat messages, not empty, got {value!r:.80}")
 
 
 def _message(value: Any, where: str) -> dict[str, str]:
     # parquet fills absent keys with null
     message = {key: text for key, text in value.items() if text is not None} if isinstance(value, Mapping) else {}
-    is_text = all(isinstance(text, str) for text in message.values())
-    if set(message) != {"role", "content"} or not is_text or not message["role"].strip():
-        raise ValueError(f'{where}: expected an object with the texts "role" and "content", got {_shown(value)}')
+    if set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
+        raise ValueError(f'{where}: expected an object with the texts "role" and "content", got {value!r:.80}')
     return {"role": message["role"], "content": message["content"]}
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else f"{value!r:.80}"
 
 
 class Rows:
@@ -111,15 +94,10 @@ def _read(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     """Read the rows of a file, each with its place: the file, and the number of the line or row."""
     if path.suffix not in (*_JSON, _PARQUET):
         raise ValueError(f"data.path={path}: expected a file ending in {', '.join((*_JSON, _PARQUET))}")
-    if not path.is_file():
-        raise ValueError(f"data.path={path}: there is no such file")
     if path.suffix == _PARQUET:
         import pyarrow.parquet
 
-        try:
-            rows = pyarrow.parquet.read_table(str(path)).to_pylist()
-        except pyarrow.ArrowException as error:
-            raise ValueError(f"{path}: not a parquet file, or damaged: {error}") from error
+        rows = pyarrow.parquet.read_table(str(path)).to_pylist()
         return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
     with path.open("rb") as file:  # bytes, as only a newline ends a line of JSON
         places = [(f"{path}, line {number}", line) for number, line in enumerate(file, 1) if line.strip()]
@@ -132,7 +110,7 @@ def _object(line: bytes, where: str) -> Mapping[str, Any]:
     except ValueError as error:  # of JSON or of UTF-8
         raise ValueError(f"{where}: no JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {_shown(row)}")
+        raise ValueError(f"{where}: expected a JSON object, got {row!r:.80}")
     return row
 
 
@@ -168,13 +146,7 @@ def prompts(
 
 
 def memory_prompts(*, train: Any, validation: Any, **settings: Any) -> PromptData:
-    """Data module of rows in memory, as `Inline` takes them.
-
-    Args:
-        train: Training rows.
-        validation: Held-out rows; None holds out some of ``train``, or takes all of them where they are few.
-        settings: Everything else that ``PromptData`` needs.
-    """
+    """Data module of rows in memory; without ``validation`` some are held out, or all of them where they are few."""
     rows = Inline(train, "data")
     if validation is not None:
         return PromptData(train=rows, validation=Inline(validation, "data, validation"), **settings)

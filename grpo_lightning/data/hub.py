@@ -59,11 +59,8 @@ class Hub(Rows):
         map_row: RowMap | None = None,
     ) -> None:
         table, source = _load(path, split, name, revision), f"{path} ({split})"
-        if columns and not map_row:
-            if absent := set(columns.values()) - set(table.column_names):
-                raise ValueError(f"data.columns: {', '.join(absent)} not in {source}, which has {table.column_names}")
-            if not filter:
-                table = table.select_columns(sorted(set(columns.values())))
+        if columns and not map_row and (absent := set(columns.values()) - set(table.column_names)):
+            raise ValueError(f"data.columns: {', '.join(absent)} not in {source}, which has {table.column_names}")
         rows: dict[int, Mapping[str, Any]] = {}
         for number, row in enumerate(table, 1):
             try:
@@ -86,21 +83,15 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> Any:
     try:
         if any((local / file).is_file() for file in _SAVED):
             saved = datasets.load_from_disk(path)
-            if isinstance(saved, datasets.DatasetDict):
-                if split not in saved:
-                    raise ValueError(f"no such split in {path}; there are {sorted(saved)}")
-                saved = saved[split]
+            saved = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
             return saved.with_format(None)  # it may have been saved with one that makes tables or tensors of rows
         if local.is_file():
-            if local.suffix not in _KINDS:
-                raise ValueError(f"expected a file ending in {', '.join(_KINDS)}")
-            return datasets.load_dataset(_KINDS[local.suffix], data_files={split.split("[")[0]: path}, split=split)
+            kind = _KINDS.get(local.suffix, "text")
+            return datasets.load_dataset(kind, data_files={split.split("[")[0]: path}, split=split)
         place = str(local.absolute()) if local.is_dir() else path  # a folder may be called json, as a format is
         return datasets.load_dataset(place, name, split=split, revision=revision)
     except Exception as error:  # of the network, of a format, or of YAML
-        is_generation = isinstance(error, datasets.exceptions.DatasetGenerationError)
-        reason = (error.__cause__ if is_generation else None) or error  # whose cause says what went wrong
-        message = single_line(" ".join(str(reason).split()))
+        message = single_line(" ".join(f"{error!r} {error.__cause__ or ''}".split()))
         raise ValueError(f"data.path={path!r}, data.split={split!r}: {message}") from error
 
 

@@ -1,11 +1,20 @@
-"""Sources of prompts: rows by index, subsets of them, and rows that are held out."""
+"""Sources of prompts: rows by index, the order in which they come, and rows that are held out.
 
+Which prompt comes when is a pure function of the seed and a counter, so that a resumed run needs no sampler state.
+"""
+
+import functools
+import hashlib
+import itertools
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from grpo_lightning.data.order import permutation
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
 from grpo_lightning.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -79,11 +88,7 @@ def place(source: Source, index: int) -> str:
 
 
 def keep(source: Source, fits: Fits) -> tuple[Source, int]:
-    """Leave out the prompts that do not fit, in one pass over the source.
-
-    Args:
-        source: The rows; one with a method ``keep`` does it itself, and may replace rows instead.
-        fits: Says which of a list of prompts may stay.
+    """Leave out the prompts that do not fit, in one pass; a source with a method ``keep`` may replace them instead.
 
     Returns:
         The remaining rows in the same order, and how many were lost.
@@ -102,11 +107,8 @@ def keep(source: Source, fits: Fits) -> tuple[Source, int]:
 def hold_out(source: Source, size: int) -> tuple[Source, Source]:
     """Split a source into training and validation rows, the same in every run, both in the source's order.
 
-    A training row whose prompt is also held out is left out.
-
-    Args:
-        source: All rows.
-        size: The most rows to hold out; never more than a fifth of them, but at least one.
+    At most ``size`` rows are held out, never more than a fifth but at least one. Training rows with a prompt
+    that is also held out are left out.
 
     Raises:
         ValueError: There are fewer than two rows, or no two different prompts.
@@ -128,3 +130,48 @@ def hold_out(source: Source, size: int) -> tuple[Source, Source]:
     if repeated:
         _log.warning("left out %d training rows that repeat a held-out prompt", repeated)
     return distinct, validation
+
+
+@functools.lru_cache(maxsize=2)  # a step may straddle two epochs; no more are ever in use
+def permutation(seed: int, epoch: int, size: int) -> Tensor:
+    """A random order of ``range(size)``, another one for every ``epoch``, that depends on the arguments alone."""
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()  # torch's CPU generator only reads 32 bits of a seed
+    return torch.randperm(size, generator=torch.Generator().manual_seed(int.from_bytes(digest[:4], "big")))
+
+
+def prompt_index(seed: int, i: int, size: int) -> int:
+    """The index, of ``size`` prompts, of the run's prompt i: permutation(seed, i // size)[i % size]."""
+    epoch, position = divmod(i, size)
+    return int(permutation(seed, epoch, size)[position])
+
+
+class StepSampler(Sampler[list[int]]):
+    """The indices of every step's prompts, one list per step; the same in all processes, which divide them.
+
+    Step s consumes prompts s·P to (s + 1)·P - 1 of the run, where P is ``prompts_per_step``.
+    """
+
+    def __init__(self, size: int, prompts_per_step: int, seed: int, start_step: int, num_steps: int) -> None:
+        self._size, self._seed, self._prompts_per_step = size, seed, prompts_per_step
+        self._steps = range(start_step, start_step + num_steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self._steps:
+            first = step * self._prompts_per_step
+            yield [prompt_index(self._seed, i, self._size) for i in range(first, first + self._prompts_per_step)]
+
+
+def even_batches(size: int, batch_size: int, processes: int) -> list[list[int]]:
+    """Divide ``range(size)`` in order into batches whose sizes differ by at most one.
+
+    A batch is divided over ``processes``, each of which gets 1 to ``batch_size`` prompts of it, or more where another
+    would be left with none.
+    """
+    if size < processes:
+        raise ValueError(f"data.validation_size={size}: expected at least the number of processes, {processes}")
+    num_batches = min(-(-size // (batch_size * processes)), size // processes)
+    borders = [size * b // num_batches for b in range(num_batches + 1)]
+    return [list(range(first, last)) for first, last in itertools.pairwise(borders)]

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from grpo_lightning.config.shell import command_words
+from grpo_lightning.config.settings import command_words
 from grpo_lightning.distributed.devices import num_processes
 from grpo_lightning.distributed.sharding import explain_read_errors
 

@@ -201,10 +201,7 @@ class StepResult:
 
 
 def check_columns(environment: Environment, column_names: Collection[str]) -> list[str]:
-    """Check that an environment can be called with these columns; needs no data, so that a run can do it first.
-
-    Returns:
-        The arguments and columns that its function takes.
+    """The arguments and columns that an environment's function takes; needs no data, so that a run can ask first.
 
     Raises:
         EpisodeError: A required parameter is no column, or a column has the name of an argument that it takes.

@@ -1,7 +1,6 @@
 """Built-in environments: a calculator, a guessing game, and a verifier that lets the model try again."""
 
 import ast
-import math
 import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -137,11 +136,7 @@ class Retry:
         self._verifier, self._max_turns, self._discount, self._reply = verifier, max_turns, discount, reply
 
     def __call__(self, *, turns: Sequence[str], prompt: Any, **columns: Any) -> str | float | None:
-        """Score or reply to the last turn; the verifier gets what it names of ``prompt`` and ``columns``.
-
-        Raises:
-            ValueError: A column is missing, or the verifier returns something else than a number or None.
-        """
+        """Score or reply to the last turn; the verifier gets what it names of ``prompt`` and ``columns``."""
         row = {"prompts": prompt, "completions": turns[-1], **columns}
         missing, named = arguments(self._verifier, {name: [value] for name, value in row.items()})
         if missing:
@@ -149,8 +144,6 @@ class Retry:
         score = self._verifier(**named)[0]
         if score is None:
             return None
-        if not isinstance(score, int | float) or math.isnan(score):
-            raise ValueError(f"verifier: expected a number or None for each completion, got {score!r:.80}")
         if score >= 1:
             return float(self._discount ** (len(turns) - 1))
         return self._reply if len(turns) < self._max_turns else 0.0

@@ -84,12 +84,7 @@ class Episodes:
             episode.pending = workers.submit(environment, self._arguments(row), seconds=environment.timeout)
 
     def reply(self, row: int) -> str | None:
-        """Wait for the reply to that turn; None: the episode is over, by the environment, a failure, or ``max_turns``.
-
-        Raises:
-            ValueError: A worker cannot import the function.
-            RuntimeError: Workers cannot be started.
-        """
+        """The reply to that turn; None: the episode is over, by the environment, a failure, or ``max_turns``."""
         self._settle(row)
         return self._episodes[row].reply
 
@@ -123,11 +118,7 @@ class Episodes:
         return {f"episode/{name}": count / max(len(self._episodes), 1) for name, count in counts.items()}
 
     def check(self) -> None:
-        """Raise or warn where the environment has failed.
-
-        Raises:
-            EpisodeError: In more than ``max_failed`` of the episodes; names the first.
-        """
+        """Raise `EpisodeError` where more than ``max_failed`` of the episodes have failed; warn of fewer."""
         failed = [(row, problem) for row, problem in enumerate(self.failed) if problem is not None]
         if not failed:
             return

@@ -79,11 +79,7 @@ class Gymnasium:
             return self._text(environment, *environment.reset(seed=seed))
 
     def __call__(self, *, turns: Sequence[str], **row: Any) -> str | float | tuple[str, float]:
-        """Play the actions of all turns; ``row`` has the column with the seed, or ``rng``.
-
-        Returns:
-            What is seen and the reward, the reward alone where the environment is over, or which actions are allowed.
-        """
+        """Play the actions of all turns; ``row`` has the column with the seed, or ``rng``."""
         seed = row[self._seed_column] if self._seed_column else row["rng"].randrange(_SEEDS)
         with closing(self._make(**self._kwargs)) as environment:
             environment.reset(seed=seed)
@@ -116,10 +112,8 @@ class Gymnasium:
 
 
 def _make(id: Any, **kwargs: Any) -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ValueError("it needs the package gymnasium: pip install 'grpo-lightning[gymnasium]'") from error
+    import gymnasium
+
     return gymnasium.make(id, disable_env_checker=True, **kwargs)
 
 

@@ -98,11 +98,7 @@ class Tools:
         )
 
     def __call__(self, *, turns: Sequence[str], **row: Any) -> str | float | None:
-        """Carry out the calls in the last turn; ``row`` has what ``columns`` lists.
-
-        Returns:
-            The results, None if the turn has no calls, or the score of `Over`.
-        """
+        """Carry out the calls in the last turn; ``row`` has what ``columns`` lists; None without calls."""
         replies: list[str] = []
         for call in calls(turns[-1], limit=self._max_calls):
             result = call if isinstance(call, BadCall) else self._result(call, {"turns": turns, **row})
@@ -152,11 +148,7 @@ class _Tool:
 
     @classmethod
     def of(cls, function: Any, columns: Collection[str]) -> "_Tool":
-        """A function, a method, or a `functools.partial` of one, whose bound arguments the model does not see.
-
-        Raises:
-            ValueError: It is no function, or lacks a hint or a description; names it.
-        """
+        """A function, a method, or a `functools.partial` of one, whose bound arguments the model does not see."""
         inner, bound = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
         if not inspect.isroutine(inner) or inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner):
             raise ValueError(f"tools: expected plain functions, such as my_tools.search, got {function!r:.80}")
@@ -168,19 +160,14 @@ class _Tool:
             schema = _schema(inner, shown, hints)
         except Exception as error:  # whatever evaluating an annotation raises
             raise ValueError(
-                f"tools: {inner.__name__}: {type(error).__name__}: {error} (a tool has a docstring that describes each "
-                "argument in a section `Args:`, and type hints such as int, str, list[float], Literal or Enum; what "
-                "comes from the row stands in `columns`)"
+                f"tools: {inner.__name__}: {error} (a tool needs type hints, and a docstring with a section `Args:`; "
+                "what comes from the row stands in `columns`)"
             ) from error
         hidden = {p.name: p.default for p in parameters if p.name in columns}
         return cls(function, inner.__name__, schema, hidden, inspect.Signature(shown))
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's arguments, as the function's type hints have them.
-
-        Raises:
-            _Misfit: Some are missing, unknown or of another type.
-        """
+        """The model's arguments, as the function's type hints have them; raises `_Misfit`."""
         parameters, arguments = self.shown.parameters, {}
         errors = [f"{name!r:.50} is no argument" for name in values if name not in parameters]
         for name, parameter in parameters.items():
@@ -214,11 +201,7 @@ def _schema(function: Any, shown: Sequence[inspect.Parameter], hints: Mapping[st
 
 
 def _fitted(value: Any, hint: Any, place: str) -> Any:
-    """A value of JSON as its type hint says: 2.0 as an int, a list as a tuple, a text as an Enum.
-
-    Raises:
-        _Misfit: It is of another type; names its place.
-    """
+    """A value of JSON as its type hint says: 2.0 as an int, a list as a tuple, a text as an Enum; raises `_Misfit`."""
     kind, options = get_origin(hint) or hint, get_args(hint)
     if kind is Any:
         return value

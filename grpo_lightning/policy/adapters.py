@@ -23,7 +23,7 @@ _COPY = re.compile(r"\.modules_to_save\.(\w+)\.")
 
 
 def is_adapted(model: Any) -> "TypeGuard[PeftModel]":
-    """Whether a model has an adapter; whoever has put it there has imported peft."""
+    """Whether a model has an adapter of peft's, which is then imported."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
@@ -34,12 +34,7 @@ def base_of(model: Any) -> Any:
 
 
 def with_adapter(model: Any, adapter: "Mapping[str, Any] | PeftConfig") -> Any:
-    """The model with a new adapter, which alone is trained.
-
-    Args:
-        model: A transformers causal language model, whose weights may be quantized.
-        adapter: Arguments of peft's ``LoraConfig``, or a config of peft's.
-    """
+    """The model, which may be quantized, with a new adapter: arguments of ``LoraConfig``, or a config of peft's."""
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     if any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
@@ -49,7 +44,7 @@ def with_adapter(model: Any, adapter: "Mapping[str, Any] | PeftConfig") -> Any:
 
 
 def weight_of(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight [out, in] and bias [out] of a linear layer, with the LoRA adapter on it, if there is one, merged.
+    """The weight [out, in] and bias [out] of a linear layer, with a LoRA adapter merged.
 
     Raises:
         TypeError: The layer, or its adapter, computes something else.
@@ -72,9 +67,6 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight by its name in the model's files, one at a time, adapters merged; a tied one under each name.
 
     Where weights are sharded, all processes iterate together.
-
-    Args:
-        model: Of transformers, with or without an adapter of peft's.
 
     Raises:
         ValueError: The adapter is more than a product of two matrices, or weights are quantized.

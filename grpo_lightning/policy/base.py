@@ -8,19 +8,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
-from grpo_lightning.policy.chat import ChatReplies, has_chat_template, tokenize_demonstration
+from grpo_lightning.policy.chat import ChatReplies
 from grpo_lightning.sampler.native.kv_cache import KVCache
 from grpo_lightning.sampler.support import EngineSupport, engine_support
 from grpo_lightning.transformer.lm_head import LossGradient
-from grpo_lightning.transformer.logprobs import Chunk
-from grpo_lightning.transformer.packing import lengths, padded_microbatches, same_prompts
+from grpo_lightning.transformer.logprobs import Chunk, lengths, padded_microbatches, same_prompts
 from grpo_lightning.types import Message, Prompt, Rollout, Sampled, Sampling
 
 
@@ -39,8 +38,7 @@ class Policy(nn.Module, ABC):
             None, the chat template must show such replies.
 
     Raises:
-        ValueError: The model has no embedding for the padding or end token, or the chat template cannot show replies
-            of ``reply_role``.
+        ValueError: The model has no embedding for a padding or end token, or the chat template shows no such replies.
     """
 
     idle_device: torch.device | None = None
@@ -61,7 +59,7 @@ class Policy(nn.Module, ABC):
         super().__init__()
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
-        self.uses_chat_template = has_chat_template(tokenizer, plain_text=plain_text)
+        self.uses_chat_template = bool(getattr(tokenizer, "chat_template", None)) and not plain_text
         self.template_kwargs = dict(template_kwargs or {})
         self.end_ids = list(end_ids)
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, *self.end_ids, 0)
@@ -104,8 +102,8 @@ class Policy(nn.Module, ABC):
         """Log-probability of every completion token, and entropy of the distribution it comes from.
 
         Args:
-            rows: Prompt and completion as token ids, and the sets ``support`` that the tokens were drawn from:
-                probabilities are those of the set, which is held as it is. ``rows.without_support`` has none.
+            rows: Prompts and completions; with ``support``, probabilities are those within the sets that the tokens
+                were drawn from.
             temperature: Divides the logits.
             entropy: Whether to return the entropy, which passes a gradient.
             loss_gradient: The gradient of the loss with respect to the log-probabilities, where it is known
@@ -120,21 +118,12 @@ class Policy(nn.Module, ABC):
         return self.logprobs_and_entropy(rows, temperature=temperature)[0]
 
     def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-        """The logits that the completion tokens of ``rows`` are drawn from, without gradient, a few tokens at a time.
-
-        Args:
-            rows: Prompt and completion as token ids.
-            temperature: Divides the logits, > 0.
-        """
+        """The logits that completion tokens are drawn from, without gradient, a few tokens at a time."""
         raise NotImplementedError(f"{type(self).__name__} gives no logits")
 
     @torch.no_grad()
     def support(self, rows: Sampled | Rollout, sampling: Sampling) -> EngineSupport:
         """The sets that an engine with this policy's weights draws the completion tokens of ``rows`` from.
-
-        Args:
-            rows: Prompt and completion as token ids.
-            sampling: How they were drawn, truncated.
 
         Returns:
             The sets [B, T], with every drawn token in its own, and which tokens [B, T] had to be added to theirs.
@@ -146,12 +135,7 @@ class Policy(nn.Module, ABC):
         return padded_microbatches(rows, tokens)
 
     def local_microbatches(self, rows: Sampled | Rollout, tokens: int, ranks: Ranks) -> tuple[list[Tensor], int]:
-        """This process's micro-batches of ``rows``, as many as every other process gets.
-
-        Args:
-            rows: The same in all processes.
-            tokens: Most tokens in one forward pass.
-            ranks: The processes; groups stay together where there are enough of them.
+        """This process's micro-batches of ``rows``, which are the same in all processes; groups stay together.
 
         Returns:
             Index tensors, and how many at the end are idle: there only to make as many forward passes as the others.
@@ -217,12 +201,9 @@ class Policy(nn.Module, ABC):
     # For samplers
 
     def kv_cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int) -> KVCache:
-        """A KV cache at the beginning of ``group_size`` completions of every prompt.
+        """A KV cache at the beginning of ``group_size`` completions of every prompt [P], given as token ids.
 
-        Args:
-            prompts: [P] the token ids of each.
-            group_size: Completions per prompt, G.
-            longest: Most tokens of a prompt and its completion together.
+        ``longest`` is the most tokens of a prompt and its completion together.
         """
         raise NotImplementedError(f"{type(self).__name__} does not sample")
 
@@ -235,11 +216,7 @@ class Policy(nn.Module, ABC):
         return nullcontext()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight with its name in the model's files, adapters merged and shards gathered, for an engine.
-
-        Raises:
-            ValueError: Engines cannot run such a policy.
-        """
+        """Every weight with its name in the model's files, adapters merged and shards gathered, for an engine."""
         raise ValueError(f"sampler: vLLM needs a policy of transformers; this is a {type(self).__name__}")
 
     def write_config(self, directory: Path) -> torch.dtype:
@@ -265,10 +242,13 @@ class Policy(nn.Module, ABC):
 
         A chat template brings its own special tokens, plain text gets the tokenizer's.
         """
-        given = [_as_ids(prompt) for prompt in prompts]
-        texts = ["" if ids is not None else self.render(prompt) for prompt, ids in zip(prompts, given, strict=True)]  # type: ignore[arg-type]
+        is_text = [isinstance(prompt, str) or not all(isinstance(one, int) for one in prompt) for prompt in prompts]
+        texts = [self.render(cast(Any, prompt)) if text else "" for prompt, text in zip(prompts, is_text, strict=True)]
         encoded = self.tokenizer(texts, add_special_tokens=not self.uses_chat_template)["input_ids"]
-        tokens = [own if ids is None else ids for ids, own in zip(given, encoded, strict=True)]
+        tokens: list[list[int]] = [
+            ids if text else list(map(int, cast(Any, prompt)))
+            for prompt, ids, text in zip(prompts, encoded, is_text, strict=True)
+        ]
         for prompt, ids in zip(prompts, tokens, strict=True):
             if not ids:
                 raise ValueError(f"a prompt has no tokens: {str(prompt)[:80]!r}")
@@ -295,12 +275,7 @@ class Policy(nn.Module, ABC):
             )
 
     def reply_ids(self, text: str, *, after: int | None, role: str | None = None) -> list[int]:
-        """Token ids of an environment's or tool's reply, which follow the model's turn.
-
-        Args:
-            text: The reply. Special tokens that it names are taken out.
-            after: The last token of the model's turn.
-            role: Role of the reply, user or tool; None: ``reply_role``.
+        """Token ids of an environment's or tool's reply behind the token ``after``, see `ChatReplies.ids`.
 
         Raises:
             ValueError: The chat template does not show replies as they are, or the model cannot read one.
@@ -319,17 +294,17 @@ class Policy(nn.Module, ABC):
         if (end := self.tokenizer.eos_token_id) is None:
             raise ValueError("module=sft: the tokenizer names no end-of-sequence token to end demonstrations with")
         prompt_ids, prompt_mask = self.pad_left(self.tokenize(prompts))
-        rows = [tokenize_demonstration(self.tokenizer, self.replies, one, end=end) for one in completions]
-        for row in rows:
-            self._check_ids(row.text, row.ids)
-        length = max(len(row.ids) for row in rows)
+        rows = [self.replies.demonstration(one, end=end) for one in completions]
+        length = max(len(tokens) for tokens, _ in rows)
         self.check_context(prompt_ids.shape[1] + length, "the demonstrations")
         ids, is_real = prompt_ids.new_full((len(rows), length), self.pad_id), prompt_mask.new_zeros(len(rows), length)
         mask = torch.zeros_like(is_real)
-        for number, row in enumerate(rows):
-            ids[number, : len(row.ids)] = torch.tensor(row.ids)
-            mask[number, : len(row.ids)] = torch.tensor(row.is_model)
-            is_real[number, : len(row.ids)] = True
+        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+        for number, (tokens, is_model) in enumerate(rows):
+            self._check_ids(texts[number], tokens)
+            ids[number, : len(tokens)] = torch.tensor(tokens)
+            mask[number, : len(tokens)] = torch.tensor(is_model)
+            is_real[number, : len(tokens)] = True
         zeros = torch.zeros(mask.shape, device=ids.device)
         return Sampled(
             ids=torch.cat([prompt_ids, ids], 1),
@@ -337,7 +312,7 @@ class Policy(nn.Module, ABC):
             mask=mask,
             logprobs=zeros,
             entropy=zeros,
-            texts=tuple(row.text for row in rows),
+            texts=tuple(texts),
             finished=(True,) * len(rows),
         )
 
@@ -356,9 +331,7 @@ class Policy(nn.Module, ABC):
     def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format.
 
-        Args:
-            directory: Where to.
-            weights: Named as in ``state_dict``, where the policy holds a part of them only.
+        ``weights`` are named as in ``state_dict``, where the policy holds a part of them only.
         """
         raise NotImplementedError(f"{type(self).__name__} is not exported")
 
@@ -367,10 +340,3 @@ class Policy(nn.Module, ABC):
             raise ValueError(
                 f"the model has {self.num_embeddings} embeddings, a text has the token {max(ids)}: {text[:80]!r}"
             )
-
-
-def _as_ids(prompt: Prompt) -> list[int] | None:
-    """A prompt that is given as token ids; None for text and messages."""
-    if isinstance(prompt, str) or not all(isinstance(one, int) for one in prompt):
-        return None
-    return [int(one) for one in prompt]  # type: ignore[arg-type]

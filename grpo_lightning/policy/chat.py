@@ -6,7 +6,7 @@ for the model's turn, and what it puts behind the mark is the reply.
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class _Frame:
     head: str
     tail: str
     forbidden: re.Pattern[str] | None
-    """What no reply may hold: the texts of special tokens, and the template's markers of roles."""
+    """Special tokens' texts and the template's markers of roles, which no reply may hold."""
     special: tuple[int, ...]
     """The special token ids of head and tail, in their order."""
 
@@ -75,7 +75,7 @@ class ChatReplies:
         Raises:
             ValueError: The chat template does not show such replies, see `check`.
         """
-        frame = self._frame(role)
+        frame = self.check(role)
         text = text.encode(errors="replace").decode()  # halves of surrogate pairs
         text = frame.forbidden.sub(" ", text) if frame.forbidden else text
         ids = self._encode(self._after_turn(text, role))
@@ -87,17 +87,38 @@ class ChatReplies:
         is_repeated = len(ids) > 1 and ids[0] == after and self._encode(frame.head)[:1] == [after]
         return ids[1:] if is_repeated else ids
 
-    def end_of_turn(self, role: str, *, otherwise: int) -> int:
-        """The id with which the template ends the model's turn; ``otherwise`` where that does not end sampling.
+    def demonstration(self, completion: str | list[Message], *, end: int) -> tuple[list[int], list[bool]]:
+        """A demonstration as token ids, each turn tokenized by itself and ended as the template, or ``end``, ends it.
 
         Args:
-            role: Of the reply that follows.
-            otherwise: The end of sequence.
-        """
-        first = self.ids("", role=role, after=None)[:1]
-        return first[0] if first and first[0] in self._end_ids else otherwise
+            completion: A text, or messages in which those of the assistant take turns with replies, and end it.
+            end: The end of sequence.
 
-    def check(self, role: str) -> None:
+        Returns:
+            The token ids, and which of them the model is to generate.
+
+        Raises:
+            ValueError: The messages do not take turns, or the chat template does not show replies.
+        """
+        if isinstance(completion, str):
+            completion = [_message("assistant", completion)]
+        elif problem := messages_problem(completion):
+            raise ValueError(f"column 'completion': {problem}")
+        if len(completion) > 1:
+            # Turns end as the template ends them if that ends sampling, too; otherwise by the end of sequence.
+            first = self.ids("", role=completion[1]["role"], after=None)[:1]
+            end = first[0] if first and first[0] in self._end_ids else end
+        ids, is_model = list[int](), list[bool]()
+        for number, message in enumerate(completion):
+            if is_turn := number % 2 == 0:
+                added = [*self._tokenize(message["content"]), end]
+            else:
+                added = self.ids(message["content"], role=message["role"], after=end)
+            ids += added
+            is_model += [is_turn] * len(added)
+        return ids, is_model
+
+    def check(self, role: str) -> "_Frame":
         """Check that the chat template shows such replies, and leaves everything before them unchanged.
 
         Thoughts (``<think>``) of earlier turns are an exception: many templates drop them, while they stay in what is
@@ -106,9 +127,6 @@ class ChatReplies:
         Raises:
             ValueError: The role is unknown, or the template does not; names its fault.
         """
-        self._frame(role)
-
-    def _frame(self, role: str) -> _Frame:
         if role not in self._frames:
             self._frames[role] = self._probe(role)
         return self._frames[role]
@@ -130,7 +148,7 @@ class ChatReplies:
             twice = self._render(_TURN, (role, _REPLY), _NEXT_TURN, (role, _NEXT_REPLY))
             thinking = self._render(f"<think>\n{_THOUGHT}\n</think>\n\n{_TURN}", (role, _REPLY)).partition(_TURN)[0]
         except Exception as error:  # a template may raise anything
-            raise self._unsuitable(role, f"refuses such a conversation: {error}") from error
+            raise _unsuitable(role, f"refuses such a conversation: {error}") from error
         before, _, behind = once.partition(_TURN)
         head, _, tail = behind.partition(_REPLY)
         start, _, rest = twice.partition(_TURN)
@@ -141,15 +159,17 @@ class ChatReplies:
             (behind.count(_REPLY) == 1, "drops replies, or does not show them as they are"),
             # A space before the model's turn is one that the model has to generate itself.
             (_same(prompt, before), "changes the prompt once there is a reply (a system prompt or tools may move)"),
-            (twice.count(_TURN) == twice.count(_NEXT_TURN) == 1, "drops or repeats earlier turns"),
             (
-                start == before and _same(between, behind) and end == head + _NEXT_REPLY + tail,
-                "changes earlier turns once there are further ones",
+                twice.count(_TURN) == twice.count(_NEXT_TURN) == 1
+                and start == before
+                and _same(between, behind)
+                and end == head + _NEXT_REPLY + tail,
+                "drops or changes earlier turns once there are further ones",
             ),
             (not unseen, f"does not show the tools {', '.join(unseen)}"),
         ):
             if not is_fine:
-                raise self._unsuitable(role, problem)
+                raise _unsuitable(role, problem)
         if _THOUGHT not in thinking or prompt.rstrip() != before.rstrip():
             log.warning(
                 "the chat template drops thoughts (<think>) of earlier turns; here they stay, as they were sampled"
@@ -157,12 +177,6 @@ class ChatReplies:
         markers = _MARKER.findall("\n".join((prompt.partition(_PROMPT)[2], head, tail)))
         special = [one for text in (head, tail) for one in self._encode(text) if one in self._special_ids]
         return _Frame(head, tail, _any_of((*special_texts(self._tokenizer), *markers)), tuple(special))
-
-    def _unsuitable(self, role: str, problem: str) -> ValueError:
-        return ValueError(
-            f"replies of the role {role}: the chat template {problem}; use one that shows every turn as it was, "
-            "another of the roles user and tool, or policy.plain_text=true, which needs no template"
-        )
 
     def _after_turn(self, text: str, role: str) -> str:
         """What follows the model's turn: its end, the reply, and the beginning of the model's next turn."""
@@ -194,9 +208,11 @@ class ChatReplies:
         return [int(one) for one in ids]
 
 
-def has_chat_template(tokenizer: Any, *, plain_text: bool) -> bool:
-    """Whether prompts go through a chat template."""
-    return bool(getattr(tokenizer, "chat_template", None)) and not plain_text
+def _unsuitable(role: str, problem: str) -> ValueError:
+    return ValueError(
+        f"replies of the role {role}: the chat template {problem}; use one that shows every turn as it was, another of "
+        "the roles user and tool, or policy.plain_text=true, which needs no template"
+    )
 
 
 def special_texts(tokenizer: Any) -> set[str]:
@@ -213,49 +229,7 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(one for one in ids | named if one is not None) - {getattr(tokenizer, "unk_token_id", None)}
 
 
-@dataclass(frozen=True)
-class Demonstration:
-    """A demonstration as token ids."""
-
-    ids: list[int]
-    """Every turn with its end, and the replies between them."""
-    is_model: list[bool]
-    """Which of them the model is to generate."""
-    text: str
-    """The last turn."""
-
-
-def tokenize_demonstration(
-    tokenizer: Any, replies: ChatReplies, completion: str | list[Message], *, end: int
-) -> Demonstration:
-    """A demonstration as token ids, each turn tokenized by itself.
-
-    Args:
-        tokenizer: Of transformers, or anything that behaves like one.
-        replies: Renders the replies between the turns.
-        completion: A text, or messages in which those of the assistant take turns with replies, and end it.
-        end: The end of sequence, which ends a text; turns end as the chat template ends them.
-
-    Raises:
-        ValueError: The messages do not take turns, or the chat template does not show replies.
-    """
-    if isinstance(completion, str):
-        completion = [_message("assistant", completion)]
-    elif problem := messages_problem(completion):
-        raise ValueError(f"column 'completion': {problem}")
-    if len(completion) > 1:
-        end = replies.end_of_turn(completion[1]["role"], otherwise=end)
-    turns = iter(tokenizer([message["content"] for message in completion[::2]], add_special_tokens=False)["input_ids"])
-    ids, is_model = list[int](), list[bool]()
-    for number, message in enumerate(completion):
-        is_turn = number % 2 == 0
-        added = [*next(turns), end] if is_turn else replies.ids(message["content"], role=message["role"], after=end)
-        ids += added
-        is_model += [is_turn] * len(added)
-    return Demonstration(ids, is_model, completion[-1]["content"])
-
-
-def _any_of(texts: Sequence[str] | set[str]) -> re.Pattern[str] | None:
+def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
     """Finds any of some texts, the longest first; None without any."""
     longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

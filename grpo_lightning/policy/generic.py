@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from grpo_lightning.policy.base import Policy
 from grpo_lightning.sampler.native.kv_cache import KVCache, NoKVCache
 from grpo_lightning.transformer.lm_head import LossGradient, token_logprobs
-from grpo_lightning.transformer.logprobs import Chunk, logits_in_chunks
-from grpo_lightning.transformer.packing import lengths
+from grpo_lightning.transformer.logprobs import Chunk, lengths, logits_in_chunks
 from grpo_lightning.types import Rollout, Sampled
 
 
@@ -87,14 +86,8 @@ class GenericPolicy(Policy):
 
     def _logits(self, ids: Tensor) -> Tensor:
         """[B, N] -> [B, N, V]."""
-        try:
-            output = self.model(ids)
-        except IndexError as error:
-            raise ValueError(
-                f"policy: forward(ids) of {type(self.model).__name__} failed on ids up to {int(ids.max())} in rows of "
-                f"{ids.shape[1]} ({error}): the tokenizer may belong to another model"
-            ) from error
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        output = self.model(ids)
+        logits: Tensor = getattr(output, "logits", output)
         if logits.shape[:2] != ids.shape:
             raise ValueError(
                 f"policy: forward(ids) of {type(self.model).__name__} must return logits [B, N, V] for ids [B, N]; it "
@@ -120,7 +113,10 @@ class TokenizerAdapter:
         self.pad_token_id: int | None = getattr(tokenizer, "pad_token_id", None)
 
     def __call__(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
-        encoded = [_numbers(text) if self._tokenizer is None else self._tokenizer.encode(text) for text in texts]
+        encode = self._tokenizer.encode if self._tokenizer is not None else str.split
+        encoded = [encode(text) for text in texts]
+        if self._tokenizer is None and (words := [word for ids in encoded for word in ids if not word.isdecimal()]):
+            raise ValueError(f"data: {words[0]!r} in a prompt: a policy without a tokenizer needs prompts of token ids")
         return {"input_ids": [[int(one) for one in getattr(ids, "ids", ids)] for ids in encoded]}
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
@@ -132,13 +128,3 @@ class TokenizerAdapter:
     def batch_decode(self, rows: Sequence[Sequence[int]], **_: Any) -> list[str]:
         """The texts of several rows of token ids."""
         return [self.decode(row.tolist() if isinstance(row, Tensor) else row) for row in rows]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError as error:
-        raise ValueError(
-            f"data: without a tokenizer a prompt is token ids, as a list or as numbers with spaces between; this is "
-            f"{text[:80]!r}"
-        ) from error

@@ -2,13 +2,14 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,9 +21,7 @@ from grpo_lightning.sampler.native.kv_cache import DynamicKVCache, KVCache, rows
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.lm_head import LossGradient
-from grpo_lightning.transformer.logprobs import Chunk
-from grpo_lightning.transformer.offload import Offload
-from grpo_lightning.transformer.packing import packed_microbatches, padded_microbatches
+from grpo_lightning.transformer.logprobs import Chunk, packed_microbatches, padded_microbatches
 from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
 from grpo_lightning.types import Rollout, Sampled, Sampling
 
@@ -37,9 +36,9 @@ class HFPolicy(Policy):
     Args:
         model: The weights, trained in place; its dropout is switched off.
         tokenizer: A fast or slow transformers tokenizer.
-        share_prompts: Whether a group's prompt is computed once for all its completions. A model of which that does
-            not give the same results, as a trial at its first use shows, goes without.
-        activation_offload: Whether what a backward pass needs of its forward pass waits in CPU RAM.
+        share_prompts: Whether a group's prompt is computed once for all its completions; off where a trial at the
+            first use gives other results than the model's own forward pass.
+        activation_offload: Whether activations wait in CPU RAM for the backward pass.
         options: Those of `Policy`: system_prompt, plain_text, template_kwargs and reply_role.
 
     Raises:
@@ -77,8 +76,7 @@ class HFPolicy(Policy):
 
     @property
     def device(self) -> torch.device:
-        place: torch.device = self.model.device
-        return place
+        return cast(torch.device, self.model.device)
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -123,17 +121,19 @@ class HFPolicy(Policy):
         loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         path = self._shared_path(rows.ids.shape[1])
-        with Offload(self.model.parameters()) if self.activation_offload else nullcontext():
+        with ActivationOffload(self.model.parameters()) if self.activation_offload else nullcontext():
             if path is None:
                 return logprobs.separate(self.model, rows, temperature=temperature, entropy=entropy)
             return path.logprobs_and_entropy(
                 rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
             )
 
+    @torch.no_grad()
     def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
         path = self._shared_path(rows.ids.shape[1])
         if path is None:
-            return logprobs.separate_logits(self.model, rows, temperature=temperature)
+            logits = logprobs.model_logits(self.model, rows)
+            return logprobs.logits_in_chunks(logits, rows, temperature=temperature)
         return logprobs.shared_logits(path.decoder, path.head, rows, temperature=temperature)
 
     def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
@@ -141,23 +141,20 @@ class HFPolicy(Policy):
         return packed_microbatches(rows, tokens) if shares else padded_microbatches(rows, tokens)
 
     def flops(self, rows: Sampled | Rollout) -> float:
-        return forward_flops(self._base.get_decoder(), self._base.config.get_text_config().vocab_size, rows)
+        base = base_of(self.model)
+        return forward_flops(base.get_decoder(), base.config.get_text_config().vocab_size, rows)
 
     def flops_per_second(self) -> float:
-        hidden = self._base.config.get_text_config().hidden_size
+        hidden = base_of(self.model).config.get_text_config().hidden_size
         return matmul_rate(hidden, device=self.model.device, dtype=compute_dtype(self.model))
 
     def shape(self) -> Shape:
         return shape_of(self.model)
 
-    @property
-    def _base(self) -> Any:
-        return base_of(self.model)
-
     def export(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         model = self.model
         if weights is not None:
-            model = AutoModelForCausalLM.from_config(self._base.config)
+            model = AutoModelForCausalLM.from_config(base_of(self.model).config)
             if is_adapted(self.model):
                 model = with_adapter(model, self.model.peft_config["default"])
             model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
@@ -172,9 +169,9 @@ class HFPolicy(Policy):
         return named_weights(self.model)
 
     def write_config(self, directory: Path) -> torch.dtype:
-        config = copy.deepcopy(self._base.config)
+        config = copy.deepcopy(base_of(self.model).config)
         config.tie_word_embeddings = False  # vLLM on a CPU keeps a packed copy of a tied head, which stays as it is
-        config.architectures = [type(self._base).__name__]
+        config.architectures = [type(base_of(self.model)).__name__]
         config.save_pretrained(directory)
         return compute_dtype(self.model)
 
@@ -212,3 +209,44 @@ def _end_ids(model: Any, tokenizer: Any) -> list[int]:
     if not ids:
         raise ValueError("the model names no end-of-sequence token: set eos_token in its tokenizer")
     return sorted(ids)
+
+
+class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, what is saved for a backward pass is moved to CPU RAM, and back when its turn comes.
+
+    The copies are queued like any other work of the device, in the order of its computations, so nobody waits for them
+    and none is overtaken. A tensor is often saved several times, as the input of queries, keys and values is: it is
+    copied once.
+
+    Args:
+        weights: Of the model: what has the sizes of one of them, in any order, stays on the device, such as its copy in
+            16 bits under autocast.
+        min_bytes: Tensors with fewer bytes stay, too: moving one takes longer than the memory is worth.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], *, min_bytes: int = 1 << 20) -> None:
+        self._staying = {tuple(sorted(weight.shape)) for weight in weights}
+        self._min_bytes = min_bytes
+        self._moved: dict[Any, tuple[StorageWeakRef, dict[Any, tuple[Tensor, torch.device]]]] = {}
+        super().__init__(self.pack, self.unpack)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._moved.clear()  # from here on the graph alone holds the copies, and drops each after its turn
+
+    def pack(self, tensor: Tensor) -> Tensor | tuple[Tensor, torch.device]:
+        """What is kept in place of a tensor that is saved: itself, or its copy and its device."""
+        if tensor.nbytes < self._min_bytes or tuple(sorted(tensor.shape)) in self._staying:
+            return tensor
+        storage = tensor.untyped_storage()
+        # While there is a weak reference to it, the storage's address is not given to another.
+        _, views = self._moved.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
+        view = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor._version
+        if view not in views:
+            values = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            views[view] = values.copy_(tensor.detach(), non_blocking=True), tensor.device
+        return views[view]
+
+    def unpack(self, kept: Tensor | tuple[Tensor, torch.device]) -> Tensor:
+        """The tensor that was saved, on its own device again."""
+        return kept if isinstance(kept, Tensor) else kept[0].to(kept[1], non_blocking=True)

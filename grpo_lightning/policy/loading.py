@@ -1,7 +1,6 @@
 """Policies from the hub, a directory or a Python package; or with random weights."""
 
 import os
-import string
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -10,14 +9,12 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -27,11 +24,6 @@ from grpo_lightning.config.rules import local_or_hub
 from grpo_lightning.policy.adapters import with_adapter
 from grpo_lightning.policy.hf import HFPolicy
 
-_SPECIAL = ("<pad>", "<unk>", "<eos>")
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_CHARACTERS = "\n" + "".join(sorted(c for c in string.printable if c.isprintable()))
-"""Newline and the 95 printable ASCII characters, in code-point order."""
-
 
 def load(
     path: str,
@@ -40,15 +32,10 @@ def load(
     attn_implementation: str,
     trust_remote_code: bool,
     adapter: Mapping[str, Any] | None = None,
-    system_prompt: str | None = None,
-    plain_text: bool = False,
-    template_kwargs: Mapping[str, Any] | None = None,
-    share_prompts: bool = True,
     quantization: str | None = None,
     gradient_checkpointing: bool = False,
-    activation_offload: bool = False,
-    reply_role: str | None = None,
     key: str = "policy.path",
+    **options: Any,
 ) -> HFPolicy:
     """A policy from a hub name or a directory in Hugging Face format.
 
@@ -57,26 +44,21 @@ def load(
         dtype: Of the weights: float32, bfloat16 or float16.
         attn_implementation: transformers' name, such as sdpa or eager.
         trust_remote_code: Whether code that comes with the weights may run.
-        adapter: Arguments of peft's ``LoraConfig``, such as r, lora_alpha and target_modules: only the adapter is
-            trained. null trains all weights.
-        system_prompt: As in ``HFPolicy``.
-        plain_text: As in ``HFPolicy``.
-        template_kwargs: As in ``HFPolicy``.
-        share_prompts: As in ``HFPolicy``.
+        adapter: Arguments of peft's ``LoraConfig``: only the adapter is trained. null trains all weights.
         quantization: 8bit or 4bit (bitsandbytes): frozen weights of a quarter or an eighth of the size, below an
             adapter. null: as they are.
         gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
-        activation_offload: As in ``HFPolicy``; with ``gradient_checkpointing`` that is what lies between the layers.
-        reply_role: As in ``HFPolicy``.
         key: The setting that errors name.
+        options: Those of ``HFPolicy``: system_prompt, plain_text, template_kwargs, reply_role, share_prompts and
+            activation_offload, which with ``gradient_checkpointing`` is what lies between the layers.
 
     Raises:
         ValueError: There is no such model, it lacks weights or tokens, or the chat template cannot show replies.
     """
     disable_progress_bar()
-    directory, options = resolve_path(path, key), dict[str, Any]()
+    directory, quantized = resolve_path(path, key), dict[str, Any]()
     if quantization:
-        options["quantization_config"] = BitsAndBytesConfig(
+        quantized["quantization_config"] = BitsAndBytesConfig(
             load_in_8bit=quantization == "8bit",
             load_in_4bit=quantization == "4bit",
             bnb_4bit_quant_type="nf4",
@@ -84,7 +66,7 @@ def load(
             bnb_4bit_compute_dtype=getattr(torch, dtype),
         )
         local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-        options["device_map"] = {"": f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"}
+        quantized["device_map"] = {"": f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"}
     with readable_errors(key, path):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
         model = read_model(
@@ -93,22 +75,13 @@ def load(
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
-            **options,
+            **quantized,
         )
         if adapter is not None:
             model = with_adapter(model, adapter)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return HFPolicy(
-            model,
-            tokenizer,
-            system_prompt=system_prompt,
-            plain_text=plain_text,
-            template_kwargs=template_kwargs,
-            share_prompts=share_prompts,
-            activation_offload=activation_offload,
-            reply_role=reply_role,
-        )
+        return HFPolicy(model, tokenizer, **options)
 
 
 def read_model(kind: Any, path: str, **options: Any) -> Any:
@@ -117,7 +90,7 @@ def read_model(kind: Any, path: str, **options: Any) -> Any:
     Args:
         kind: Such as ``AutoModelForCausalLM``.
         path: Hub name or directory.
-        options: Those of ``from_pretrained``.
+        options: Of ``from_pretrained``.
 
     Raises:
         ValueError: Some weights are not in the files, or of another shape there; they would be random.
@@ -173,12 +146,7 @@ def resolve_path(path: str, key: str = "policy.path") -> str:
 
 @contextmanager
 def readable_errors(key: str, path: str) -> Iterator[None]:
-    """Inside, errors of reading a model become a ``ValueError`` of one sentence that names the setting.
-
-    Args:
-        key: The setting that names the model, such as ``policy.path``.
-        path: Its value.
-    """
+    """Inside, errors of reading a model become a ``ValueError`` of one sentence that names the setting ``key``."""
     directory = Path(path).expanduser()
     if not (directory / "config.json").exists() and (directory / "export" / "config.json").exists():
         raise ValueError(f"{key}={path!r} is the directory of a run; use its export: {key}={directory / 'export'}")
@@ -201,15 +169,15 @@ def readable_errors(key: str, path: str) -> Iterator[None]:
 def character_llama(
     *, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, context: int, seed: int
 ) -> HFPolicy:
-    """A policy with random weights.
+    """A Llama with random weights and a token per character; the global random state is left as it is.
 
     Args:
-        hidden_size: Width of the model, a multiple of ``num_heads``.
-        intermediate_size: Width of its feed-forward layers.
+        hidden_size: A multiple of ``num_heads``.
+        intermediate_size: Width of the feed-forward layers.
         num_layers: Decoder layers.
         num_heads: Attention heads.
         context: Most tokens, prompt and completion together.
-        seed: Decides the weights; the global random state is left as it is.
+        seed: Decides the weights.
     """
     tokenizer = character_tokenizer(context)
     config = LlamaConfig(
@@ -231,29 +199,10 @@ def character_llama(
     return HFPolicy(model, tokenizer)
 
 
-def character_tokenizer(context: int) -> PreTrainedTokenizerFast:
-    """A Hugging Face tokenizer with one token per character and one per tag.
+def character_tokenizer(context: int) -> Any:
+    """The tokenizer of the shipped model: padding, unknown and end of sequence, printable ASCII, then four tags.
 
     The tags are ordinary added tokens, so decoding without special tokens keeps them. The special tokens' names in a
     text are read as characters (``split_special_tokens``), so that no prompt can contain an end of sequence.
-
-    Returns:
-        103 tokens: padding, unknown and end of sequence, newline and printable ASCII, then the four tags.
     """
-    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _TAGS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token="<eos>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,
-        chat_template="{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}",
-        model_max_length=context,
-    )
+    return AutoTokenizer.from_pretrained(Path(__file__).parent / "tiny", model_max_length=context)

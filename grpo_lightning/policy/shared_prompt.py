@@ -64,12 +64,8 @@ class SharedPath:
     ) -> SharedPromptCache:
         """``Policy.kv_cache`` with every prompt held once.
 
-        Args:
-            prompts: [P] the token ids of each.
-            group_size: Completions per prompt, G.
-            longest: Most tokens of a prompt and its completion together.
-            fused: Whether single tokens go through a `FusedDecodeStep`, where the decoder allows one.
-            windows: How many tokens back each layer's attention reaches, by layer; empty where all reach all the way.
+        With ``fused``, single tokens go through a `FusedDecodeStep` where the decoder allows one; ``windows`` as
+        `windows` gives them, empty where the attention of all layers reaches all the way.
         """
         head, dtype = self.head, compute_dtype(self.decoder)
         weight, bias = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
@@ -130,7 +126,7 @@ def windows(model: Any) -> dict[int, int]:
 
 @torch.no_grad()
 def check(model: Any) -> bool:
-    """Compare the shared path with the model's own forward pass, on a few tokens that are given and a few sampled.
+    """Compare the shared path with the model's own forward pass, on random tokens and on sampled ones.
 
     Returns:
         Whether a `FusedDecodeStep` computes the same, too.

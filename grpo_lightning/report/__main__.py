@@ -13,11 +13,7 @@ from grpo_lightning.report.table import FORMATS, render
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the comparison of the runs below some directories.
-
-    Raises:
-        SystemExit: There is nothing to compare; its text is one sentence.
-    """
+    """Print the comparison of the runs below some directories; exits with a sentence where there is none."""
     survive_closed_pipes()
     parser = argparse.ArgumentParser(
         prog="python -m grpo_lightning.report",
@@ -45,11 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def plot(comparison: Comparison, file: Path) -> None:
-    """Draw one panel per metric into a picture whose format is the file's ending.
-
-    Raises:
-        ReportError: matplotlib is not installed, does not know the ending, or the picture cannot be written.
-    """
+    """Draw one panel per metric into a picture whose format is the file's ending."""
     try:
         import matplotlib
     except ModuleNotFoundError:

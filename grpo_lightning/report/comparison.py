@@ -7,7 +7,6 @@ import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from grpo_lightning.report.runs import ReportError, RunRecord, parse_overrides
@@ -97,8 +96,7 @@ def compare(
         notes.append("no run has finished: these are numbers of unfinished ones")
     for key in by:
         if all(run.setting(key) is None for run in counted):
-            names = {name for run in counted for name in [*parse_overrides(run.overrides), *run.config]}
-            raise ReportError(f"--by={key}: no run has this setting{_nearest(key, names)}")
+            raise ReportError(f"--by={key}: no run has this setting")
     keys = list(by) or _swept(counted)
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in counted:
@@ -171,16 +169,11 @@ def _order(value: str) -> tuple[int, float, str]:
         return (1, 0.0, value)
 
 
-def _nearest(word: str, names: Iterable[str]) -> str:
-    close = get_close_matches(word, sorted(names), 1, 0.5)
-    return f"; the nearest is {shlex.quote(close[0])}" if close else ""
-
-
 def _metrics(metrics: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
     recorded = set().union(*(run.metrics for run in runs))
     for metric in metrics:
         if metric not in recorded and not any(run.metric(metric) for run in runs):
-            raise ReportError(f"--metric={metric}: no run has it{_nearest(metric, recorded)}")
+            raise ReportError(f"--metric={metric}: no run has it; there are {', '.join(sorted(recorded))}")
     return list(metrics) or [name for name in DEFAULT_METRICS if name in recorded] or sorted(recorded)[:1]
 
 

@@ -94,11 +94,7 @@ class RunRecord:
 
 
 def find_runs(*directories: Path | str) -> list[RunRecord]:
-    """All runs at or below some directories, and the jobs of sweeps there that have not begun.
-
-    Raises:
-        ReportError: A directory does not exist, or there are no runs.
-    """
+    """All runs at or below some directories, and the jobs of sweeps there that have not begun; else `ReportError`."""
     places = [Path(directory) for directory in directories]
     for place in places:
         if not place.is_dir():

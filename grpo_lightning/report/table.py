@@ -181,10 +181,7 @@ def _flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield (
-                escape_formula(single_line(prefix + name)),
-                escape_formula(single_line(value) if isinstance(value, str) else value),
-            )
+            yield prefix + name, escape_formula(single_line(value)) if isinstance(value, str) else value
 
 
 FORMATS: Mapping[str, Callable[[Comparison], str]] = {

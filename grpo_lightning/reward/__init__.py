@@ -1,7 +1,7 @@
 """Rewards: functions of prompts, completions and data columns that give each completion a finite number or None.
 
-A process reward gives (end, score) pairs instead: the score of each step of the reasoning and where in the text the
-step ends, in characters. Nothing here needs torch but the reward model: worker processes import it.
+A process reward gives (end, score) pairs: the score of each step of the reasoning and where in the text the step ends,
+in characters. Only the reward model needs torch.
 """
 
 from grpo_lightning.reward.coroutines import PermanentError, RetryableError

@@ -37,10 +37,8 @@ def numeric(
     Of right answers the last number counts, too, so that "… #### 72" is 72.
 
     Raises:
-        ValueError: A right answer holds no number, or ``tolerance`` is negative or NaN.
+        ValueError: A right answer holds no number.
     """
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance: expected a number of at least 0, got {tolerance}")
     scores: list[float | None] = []
     for text, right in zip(completions, answer, strict=True):
         expected, given = last_number(_right_answer(right)), last_number(answer_text(text))
@@ -65,12 +63,11 @@ def reasoning_gym(
         answer: [B] the right answers; None in the tasks where any solution counts.
         task: [B] reasoning_gym dataset names.
         metadata: [B] the entries' metadata, unchanged: verifiers read the puzzle from it.
-        task_config: [B] the data set's arguments where they are not its defaults: some verifiers (arc_agi, puzzle24, …)
-            read them.
+        task_config: [B] the data set's arguments where they are not its defaults; some verifiers read them.
 
     Raises:
-        ValueError: An unknown task, metadata that are no mapping, a right answer that the verifier itself raises on, or
-            a row of which its verifier would evaluate what could run code.
+        ValueError: An unknown task, a right answer that the verifier itself raises on, or a row of which its verifier
+            would evaluate what could run code.
     """
     from grpo_lightning.reward import verifier  # takes two seconds; not every run needs it
 
@@ -89,12 +86,8 @@ def demonstrated(
 ) -> list[float | None]:
     """1.0 if the answer text is that of the demonstration; of reasoning_gym's tasks, what their verifiers give it.
 
-    Args:
-        completions: [B]
-        completion: [B] the demonstrations, texts or the messages of several turns.
-        answer: [B] the right answers, where the data have them; else the demonstrations' own answer texts are.
-        task: [B] names of reasoning_gym's tasks, where the demonstrations are of these.
-        metadata: [B] their entries' metadata.
+    The right answer is the column ``answer``, else the answer text of the demonstration in ``completion``, a text or
+    the messages of several turns.
     """
     if task is not None and metadata is not None:
         return reasoning_gym(completions, answer or [None] * len(completions), task, metadata)

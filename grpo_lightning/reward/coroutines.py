@@ -1,7 +1,4 @@
-"""Rewards that are coroutines (``async def``): many calls at a time wait for answers, while others are sampled.
-
-They run on a thread with an event loop, which starts at first use and ends with the run; what still runs is cancelled.
-"""
+"""Rewards that are coroutines (``async def``): calls run on a thread with an event loop until the run ends."""
 
 import asyncio
 import atexit
@@ -30,12 +27,7 @@ _warned: set[str] = set()
 
 
 class RetryableError(Exception):
-    """A try has failed, and the same call may be made again.
-
-    Args:
-        message: What happened.
-        after: Seconds before which another try is of no use.
-    """
+    """A try has failed, and the same call may be made again, ``after`` seconds at the earliest."""
 
     def __init__(self, message: str, *, after: float = 0.0) -> None:
         super().__init__(message)
@@ -69,7 +61,7 @@ class Calls:
         return Pending(future)
 
     def cancel(self) -> None:
-        """Cancel the calls that still run, whose results are not wanted any more."""
+        """Cancel the calls that still run."""
         for future in self._futures:
             future.cancel()
 
@@ -101,7 +93,6 @@ class Calls:
         return None
 
     async def _try(self, arguments: Mapping[str, Any]) -> Any:
-        """One try: what the function returns and what that gives when it is awaited, as plain values."""
         task = asyncio.ensure_future(_awaited(self._spec.function, arguments))
         try:
             # Not `asyncio.timeout`, which would wait for a call that swallows its cancellation.
@@ -120,11 +111,7 @@ class Pending:
         self._future = future
 
     def result(self, poll: Callable[[], None] | None = None) -> Any:
-        """Wait for the call; returns its value or a `Failure`. ``poll`` is called meanwhile and may raise to give up.
-
-        Raises:
-            RewardError: The function has raised it.
-        """
+        """Wait for the call; returns its value or a `Failure`, or raises the function's RewardError."""
         while not wait([self._future], timeout=POLL_SECONDS).done:
             if poll is not None:
                 poll()
@@ -136,12 +123,9 @@ class _Late(Exception):
 
 
 class _LoopThread:
-    """A thread with an event loop."""
-
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.closers: dict[int, Callable[[], Awaitable[None]]] = {}
-        """Coroutine functions that are called at the end."""
+        self.closers: dict[int, Callable[[], Awaitable[None]]] = {}  # called at the end
         self._thread = threading.Thread(target=self.loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
 
@@ -165,10 +149,7 @@ class _LoopThread:
 
 
 def backoff(tried: int, text: str) -> float:
-    """Seconds before the next try: 0.5, 1, 2, … up to 30, less up to half of it, which the text of the call decides.
-
-    So a call waits equally long in every run, and different calls for different times.
-    """
+    """Seconds before the next try: 0.5, 1, 2, … up to 30, less up to half of it, drawn from the text of the call."""
     longest = min(_MAX_WAIT, _FIRST_WAIT * 2.0 ** (tried - 1))
     return longest * random.Random(f"{tried} {text}").uniform(0.5, 1.0)
 
@@ -193,8 +174,7 @@ async def _awaited(function: Callable[..., Any], arguments: Mapping[str, Any]) -
         raise RuntimeError(describe_error(error)) from error
 
 
-def _forget() -> None:
-    """Forget the thread in a forked child, which does not have it."""
+def _forget() -> None:  # a forked child does not have the thread
     global _thread
     _thread = None
 

@@ -1,6 +1,6 @@
 """Rewards for the form of a completion: [B] scores in [0, 1] for [B] texts.
 
-Odd text of the model scores 0; a setting that is of no use raises a ValueError.
+Odd text of the model scores 0.
 """
 
 import json
@@ -54,15 +54,13 @@ def reasoning_steps(completions: Sequence[str], *, target: int, **_: Any) -> lis
     Open R1's reward of that name, github.com/huggingface/open-r1, src/open_r1/rewards.py, whose target is 3. There
     "1." counts at the beginning of the text only, here on every line; "1." and bullets (- * •) need a space after them.
     """
-    if target < 1:
-        raise ValueError(f"target: expected at least 1 marker, got {target}")
     return [min(1.0, sum(1 for _ in _STEP.finditer(completion)) / target) for completion in completions]
 
 
 def keyword(completions: Sequence[str], *, words: Sequence[str], **_: Any) -> list[float | None]:
     """The fraction of the words that the completion contains; case is ignored, and a part of a longer word counts."""
-    if isinstance(words, str) or not words or not all(isinstance(word, str) and word for word in words):
-        raise ValueError(f"words: expected a list of at least one text, none of them empty, got {words!r:.80}")
+    if isinstance(words, str):
+        raise ValueError(f"words: expected a list of texts, got {words!r:.80}")
     folded = [word.casefold() for word in words]
     texts = [completion.casefold() for completion in completions]
     return [sum(word in text for word in folded) / len(folded) for text in texts]
@@ -74,12 +72,7 @@ def pattern(completions: Sequence[str], *, expression: str, seconds: float, **_:
     It has the syntax of the package regex; (?i) at its beginning ignores case. A search that takes longer is logged
     once.
     """
-    if not (isinstance(seconds, int | float) and seconds > 0):
-        raise ValueError(f"seconds: expected a number > 0, got {seconds!r:.80}")
-    try:
-        compiled = regex.compile(expression)
-    except (regex.error, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"expression: expected a regular expression, got {expression!r:.80}: {error}") from error
+    compiled = regex.compile(expression)
     return [float(_is_found(compiled, completion, seconds)) for completion in completions]
 
 
@@ -104,34 +97,18 @@ def json_schema(completions: Sequence[str], *, schema: Mapping[str, Any] | str, 
     Args:
         completions: [B]
         schema: The schema, or the path of a JSON file that holds it.
-
-    Raises:
-        ValueError: ``schema`` is no schema, its file cannot be read, or a $ref or pattern in it is broken.
     """
-    from jsonschema import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry
 
-    loaded: Any = schema
-    try:
-        if isinstance(schema, str):
-            loaded = json.loads(Path(schema).read_text(encoding="utf-8"))
-        if not isinstance(loaded, Mapping):
-            raise ValueError("no mapping")
-        kind = validator_for(loaded, default=Draft202012Validator)
-        kind.check_schema(loaded)
-    except (OSError, ValueError, RecursionError, SchemaError) as error:
-        reason = error.message if isinstance(error, SchemaError) else error
-        raise ValueError(
-            f"schema: expected a JSON schema or the path of a file that holds one, got {schema!r:.80}: {reason!s:.200}"
-        ) from error
+    loaded = json.loads(Path(schema).read_text(encoding="utf-8")) if isinstance(schema, str) else schema
+    kind = validator_for(loaded, default=Draft202012Validator)
+    kind.check_schema(loaded)
     validator = kind(loaded, registry=Registry())
-    return [float(_is_valid(validator, answer_text(completion), schema)) for completion in completions]
+    return [float(_is_valid(validator, answer_text(completion))) for completion in completions]
 
 
-def _is_valid(validator: Any, text: str, schema: Any) -> bool:
-    from referencing.exceptions import Unresolvable
-
+def _is_valid(validator: Any, text: str) -> bool:
     if len(text) > _MAX_JSON:
         return False
     if text.startswith("```") and text.endswith("```"):
@@ -139,8 +116,6 @@ def _is_valid(validator: Any, text: str, schema: Any) -> bool:
         text = rest if newline and language.strip().lower() in ("json", "") else text[3:-3]
     try:
         return bool(validator.is_valid(json.loads(text, parse_constant=_refuse)))
-    except (Unresolvable, re.error) as error:
-        raise ValueError(f"schema: a $ref or pattern in it is broken, got {schema!r:.80}: {error}") from error
     except (ValueError, ArithmeticError, RecursionError):
         return False
 

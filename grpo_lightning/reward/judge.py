@@ -4,24 +4,30 @@ import asyncio
 import hashlib
 import inspect
 import json
+import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import regex
 
-from grpo_lightning.config.redaction import single_line
+from grpo_lightning.config.redaction import REDACTED, redact, single_line
 from grpo_lightning.config.rules import is_pair
-from grpo_lightning.reward.chat_client import ChatClient
+from grpo_lightning.reward.coroutines import PermanentError, RetryableError
 from grpo_lightning.reward.spec import RewardError
 
+if TYPE_CHECKING:
+    import httpx2
+
 _SEARCH_SECONDS = 1.0
-_RESERVED = ("model", "messages", "stream", "n", "tools")
-"""Fields of a request that settings may not change."""
+_SHOWN_CHARACTERS = 200  # of what a server says of an error
+_BAD_REQUEST = (400, 413, 422)
+_TEMPORARY = (408, 409, 425, 429)
 _FENCED = ("prompt", "completion")
 """Fields of a template whose texts stand between fences."""
 _OWN_FIELDS = (*_FENCED, "rubric", "fence", "lowest", "highest")
@@ -35,10 +41,9 @@ _MESSAGE_MARK = re.compile(
 
 
 class ChatJudge:
-    """A reward from 0 to 1: the score that a language model gives a completion.
+    """A reward from 0 to 1: the score that a language model gives a completion, one request for each.
 
-    Each completion is a request of its own. An answer without a score in the scale is a failure, as is a server that
-    cannot be reached; what the reward's ``retries`` and ``failed_score`` say applies.
+    An answer without a score in the scale is a failure, as is a server that cannot be reached.
 
     Args:
         base_url: Of the server, such as https://api.openai.com/v1.
@@ -53,7 +58,7 @@ class ChatJudge:
         cache: A file of answers, see `AnswerCache`; None: none is kept.
 
     Raises:
-        ValueError: An argument is of no use. Neither the environment nor the network is asked yet.
+        ValueError: An argument is of no use.
     """
 
     def __init__(
@@ -71,15 +76,12 @@ class ChatJudge:
         cache: str | None,
     ) -> None:
         self._client = ChatClient(base_url, api_key_env=api_key_env, allow_http=allow_http)
-        for name, value in (("model", model), ("rubric", rubric), ("template", template)):
-            if not isinstance(value, str) or not value.strip():
-                raise ValueError(f"{name}: expected a text that is not empty, got {value!r:.80}")
         if not (is_pair(scale) and scale[0] < scale[1]):
             raise ValueError(f"scale: expected [lowest, highest], two numbers, got {scale!r:.80}")
-        if not isinstance(request, Mapping) or set(_RESERVED) & set(request):
-            raise ValueError(f"request: expected fields other than {', '.join(_RESERVED)}, got {request!r:.80}")
         self._model, self._rubric, self._template, self._request = model, rubric, template, dict(request)
-        self._scale, self._pattern = (float(scale[0]), float(scale[1])), _compiled(pattern)
+        self._scale, self._pattern = (float(scale[0]), float(scale[1])), regex.compile(pattern)
+        if self._pattern.groups != 1:
+            raise ValueError(f"pattern: expected a regular expression with one group, the score, got {pattern!r:.80}")
         self._cache = None if cache is None else AnswerCache(Path(cache).expanduser())
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         named = ("completions", "prompts", *template_columns(template))
@@ -90,7 +92,7 @@ class ChatJudge:
     async def __call__(
         self, *, completions: Sequence[Any], prompts: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float]:
-        """The scores of completions, which are usually one: `grpo_lightning.reward.Scoring` asks for each by itself."""
+        """[B] scores; `grpo_lightning.reward.Scoring` asks for each completion by itself."""
         rows = [
             {"completion": completion, "prompt": prompt, **{name: values[row] for name, values in columns.items()}}
             for row, (completion, prompt) in enumerate(zip(completions, prompts, strict=True))
@@ -132,12 +134,8 @@ class ChatJudge:
 class AnswerCache:
     """Answers to requests in a JSON Lines file, so that what was asked once is not asked again.
 
-    A resumed run so scores what it repeats as it did before, and jobs of a sweep may share a file. Each line is written
-    at once; of several answers to one request the first in the file counts, for all processes that use it. Unfinished
-    and damaged lines count as absent.
-
-    Args:
-        path: It is made at the first answer.
+    A resumed run so scores what it repeats as it did before, and jobs of a sweep may share a file: of several answers
+    to one request the first in the file counts. Unfinished and damaged lines count as absent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,18 +150,11 @@ class AnswerCache:
         return self._answers.get(request)
 
     def put(self, request: str, answer: str, **more: Any) -> str:
-        """Write an answer down, with further fields; returns the one that counts: another process may have been first.
-
-        Raises:
-            RewardError: The file cannot be written.
-        """
+        """Write an answer down, with further fields; returns the one that counts, the file's first."""
         line = json.dumps({"request": request, **more, "answer": answer}).encode() + b"\n"
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab", buffering=0) as file:
-                file.write(line)
-        except OSError as error:
-            raise RewardError(f"cache={self._path} cannot be written: {error.strerror or error}") from error
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab", buffering=0) as file:  # at once
+            file.write(line)
         self._refresh()
         return self._answers.setdefault(request, answer)
 
@@ -187,14 +178,14 @@ def template_columns(template: str) -> list[str]:
     try:
         fields = [field[1:] for field in Formatter().parse(template) if field[1] is not None]
     except ValueError as error:
-        raise ValueError(f"template: expected fields such as {{prompt}}, got {template!r:.80}: {error}") from None
+        raise ValueError(f"template: {error}, got {template!r:.80}") from error
     if any(spec or conversion or not str(name).isidentifier() for name, spec, conversion in fields):
         raise ValueError(
             f"template: expected fields that are names in braces, and {{{{ and }}}} for braces, got {template!r:.80}"
         )
     named = [str(name) for name, _, _ in fields]
-    if "completion" not in named or {"prompts", "completions", "completion_ids"} & {*named}:
-        raise ValueError(f"template: expected a text with {{completion}} and names of columns, got {template!r:.80}")
+    if "completion" not in named:
+        raise ValueError(f"template: expected a text with {{completion}}, got {template!r:.80}")
     return [name for name in dict.fromkeys(named) if name not in _OWN_FIELDS]
 
 
@@ -203,12 +194,6 @@ def message(template: str, texts: Mapping[str, Any], *, rubric: str, scale: Sequ
 
     Prompt and completion stand between two fences, lines of more ~ than stand in a row anywhere in the texts. In the
     texts, what a server would read as the end of a message is broken up by a space.
-
-    Args:
-        template: With {completion}, and with {prompt}, {rubric}, {fence}, {lowest}, {highest} and columns if it likes.
-        texts: Field -> a text, chat messages, or what a column holds.
-        rubric: The criterion.
-        scale: Lowest and highest score.
     """
     plain = {name: _sendable(value) for name, value in texts.items()}
     longest = max((len(run) for text in plain.values() for run in re.findall("~+", text)), default=0)
@@ -227,11 +212,98 @@ def _sendable(value: Any) -> str:
     return _MESSAGE_MARK.sub(lambda mark: f"{mark[0]} ", text)
 
 
-def _compiled(expression: Any) -> "regex.Pattern[str]":
+# --- the server
+
+
+class ChatClient:
+    """Asks the chat completions of a server, see `ChatJudge`; no redirect is followed."""
+
+    def __init__(self, base_url: str, *, api_key_env: str | None, allow_http: bool) -> None:
+        self._is_local = _check_url(base_url, allow_http)
+        if api_key_env is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", str(api_key_env)):
+            raise ValueError(
+                "api_key_env: expected the name of an environment variable, such as OPENAI_API_KEY, or null; the key "
+                "itself belongs into the environment only"
+            )
+        self.url = f"{base_url.rstrip('/')}/chat/completions"
+        self._api_key_env = api_key_env
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: httpx2.AsyncClient | None = None
+
+    async def ask(self, body: bytes) -> str:
+        """The text that the server answers to a request in JSON.
+
+        Raises:
+            RetryableError: It is busy or broken, or cannot be reached.
+            PermanentError: It does not answer this request.
+            ValueError: What it answers is no chat completion.
+            RewardError: It would not answer any request.
+        """
+        headers, key = {"content-type": "application/json"}, self._key()
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
+        if self._client is None or self._loop is not asyncio.get_running_loop():
+            import httpx2
+
+            logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
+            # The reward has the time limit and the number of connections; a proxy is none to this machine.
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+            self._loop = asyncio.get_running_loop()
+            self._client = httpx2.AsyncClient(
+                timeout=None, follow_redirects=False, trust_env=not self._is_local, limits=limits
+            )
+        response = await self._client.post(self.url, content=body, headers=headers)
+        status = response.status_code
+        text = response.text.replace(key or REDACTED, REDACTED)  # a server may repeat it
+        if 200 <= status < 300:
+            return _content(text)
+        if status in _TEMPORARY or status >= 500:
+            after = response.headers.get("retry-after", "").strip()  # seconds; some servers give a date
+            raise RetryableError(f"{self.url} answers {status}", after=float(after) if after.isdecimal() else 0.0)
+        message = f"{self.url} answers {status}: {_beginning(text)}"
+        if 300 <= status < 400:
+            target = _beginning(response.headers.get("location", "").replace(key or REDACTED, REDACTED))
+            message += f" a redirect to {target}, which is not followed: set base_url to where it leads"
+        raise (PermanentError if status in _BAD_REQUEST else RewardError)(message)
+
+    async def aclose(self) -> None:
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            client, self._client = self._client, None
+            await client.aclose()
+
+    def _key(self) -> str | None:
+        if self._api_key_env is None:
+            return None
+        key = os.environ.get(self._api_key_env, "").strip()
+        if not key:
+            raise RewardError(f"api_key_env={self._api_key_env}: the environment has no key of this name")
+        return key
+
+
+def _check_url(url: Any, allow_http: bool) -> bool:
+    """Check a base URL; returns whether it is of this machine."""
+    parts = re.fullmatch(r"(https?)://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?(/[^\s?#@]*)?", str(url))
+    if parts is None:
+        raise ValueError(
+            "base_url: expected an address such as https://api.openai.com/v1, without user, query and fragment, got "
+            f"{redact(repr(url)):.80}"
+        )
+    is_local = parts[2] in ("localhost", "[::1]") or bool(re.fullmatch(r"127(\.\d{1,3}){3}", parts[2]))
+    if parts[1] == "http" and not allow_http and not is_local:
+        raise ValueError(f"base_url: expected https, or a server of this machine, or allow_http=true, got {url!r:.80}")
+    return is_local
+
+
+def _content(body: str) -> str:
+    """The text of the first choice of a chat completion."""
     try:
-        compiled = regex.compile(expression)
-    except (regex.error, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"pattern: expected a regular expression, got {expression!r:.80}: {error}") from error
-    if compiled.groups != 1:
-        raise ValueError(f"pattern: expected a regular expression with one group, the score, got {expression!r:.80}")
-    return compiled
+        content = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        content = None
+    if not isinstance(content, str):
+        raise ValueError(f"its answer is no chat completion: {_beginning(body)}")
+    return content
+
+
+def _beginning(text: str) -> str:
+    return single_line(redact(" ".join(text[: 4 * _SHOWN_CHARACTERS].split()))[:_SHOWN_CHARACTERS])

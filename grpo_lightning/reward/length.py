@@ -1,7 +1,4 @@
-"""Rewards of a completion's length and of the variety of its words: [B] scores for [B] texts or token ids.
-
-A setting that is of no use raises a ValueError.
-"""
+"""Rewards of a completion's length and of the variety of its words: [B] scores for [B] texts or token ids."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +12,6 @@ def length(completions: Sequence[str], *, target: int, **_: Any) -> list[float |
 
     With n characters:  min(1, max(0, 2 − n / target)).
     """
-    if target < 1:
-        raise ValueError(f"target: expected at least 1 character, got {target}")
     return [min(1.0, max(0.0, 2 - len(completion) / target)) for completion in completions]
 
 
@@ -46,11 +41,8 @@ def soft_overlong(
         completion_ids: [B] tokens of each completion.
         max_length: The tokens from which on the reward is -1.
         buffer: The fraction of ``max_length`` over which the reward falls, in (0, 1].
-        episode_tokens: [B] tokens of all turns and replies of each episode, which count in place of the completion's,
-            since the limit is one for all of them; None: completions of one turn.
+        episode_tokens: [B] tokens of all turns and replies of each episode, which count in place of the completion's.
     """
-    if not 0 < buffer <= 1 or max_length < 1:
-        raise ValueError(f"max_length={max_length}, buffer={buffer}: expected max_length >= 1 and 0 < buffer <= 1")
     tokens = buffer * max_length
     lengths = [len(ids) for ids in completion_ids] if episode_tokens is None else episode_tokens
     return [min(0.0, max(-1.0, (max_length - tokens - length) / tokens)) for length in lengths]
@@ -63,11 +55,14 @@ def repetition(completions: Sequence[str], *, n: int, max_penalty: float, **_: A
 
     Open R1's repetition penalty, github.com/huggingface/open-r1, src/open_r1/rewards.py; arXiv:2502.03373, appendix.
     """
-    if n < 1:
-        raise ValueError(f"n: expected at least 1 word, got {n}")
-    if not (max_penalty <= 0 and math.isfinite(max_penalty)):
-        raise ValueError(f"max_penalty: expected a finite number of at most 0, got {max_penalty}")
-    return [_repeated(completion.lower().split(), n) * max_penalty + 0.0 for completion in completions]
+
+    def repeated(words: Sequence[str]) -> float:
+        total = len(words) - n + 1
+        if total < 1:
+            return 0.0
+        return 1 - len(set(zip(*(words[start:] for start in range(n)), strict=False))) / total
+
+    return [repeated(completion.lower().split()) * max_penalty + 0.0 for completion in completions]
 
 
 def cosine_length(
@@ -88,10 +83,9 @@ def cosine_length(
     for which `soft_overlong` can stand beside it.
 
     Args:
-        completions: [B]
+        completions: [B] texts, of ``completion_ids``.
         completion_ids: [B] the tokens of each completion.
-        outcome: The reward that says what is right: a score of at least 1. It is called with the completions and with
-            what it names of the columns.
+        outcome: The reward that says what is right: a score of at least 1.
         max_length: The tokens from which on the value stays at its end; at least 1.
         right: [start, end] for right completions.
         wrong: [start, end] for wrong ones.
@@ -100,18 +94,8 @@ def cosine_length(
 
     Returns:
         [B] between start and end; None where ``outcome`` is None.
-
-    Raises:
-        ValueError: A setting is out of range, or ``outcome`` needs a column that is missing.
     """
-    if max_length < 1:
-        raise ValueError(f"max_length: expected at least 1 token, got {max_length}")
-    for name, pair in (("right", right), ("wrong", wrong)):
-        if isinstance(pair, str) or len(pair) != 2 or not all(math.isfinite(value) for value in pair):
-            raise ValueError(f"{name}: expected [at length 0, at max_length], two finite numbers, got {pair!r}")
-    missing, passed = arguments(outcome, {"completions": completions, "completion_ids": completion_ids, **columns})
-    if missing:
-        raise ValueError(f"outcome: it needs {', '.join(missing)}, which is no column; there are {sorted(columns)}")
+    passed = arguments(outcome, {"completions": completions, "completion_ids": completion_ids, **columns})[1]
     scores = [scalar(score) for score in outcome(**passed)]
     lengths = [len(ids) for ids in completion_ids] if episode_tokens is None else episode_tokens
 
@@ -122,11 +106,3 @@ def cosine_length(
         None if score is None else on_cosine(length, *(right if score >= 1 else wrong))
         for score, length in zip(scores, lengths, strict=True)
     ]
-
-
-def _repeated(words: Sequence[str], n: int) -> float:
-    """The fraction of the n-grams that stood there before."""
-    total = len(words) - n + 1
-    if total < 1:
-        return 0.0
-    return 1 - len(set(zip(*(words[start:] for start in range(n)), strict=False))) / total

@@ -1,10 +1,9 @@
 r"""A reward for answers that are equal as mathematics. Odd text of the model scores 0; a broken right answer raises.
 
 The package math-verify reads LaTeX without `eval`, but to learn the value of a sum sympy writes Python with the names
-that stand in it, and runs that: so formulas with a sum, or with a name that is a call, are never compared. The work of
-parser and sympy grows with the numbers in a formula and with how it is nested, far faster than with its length: what
-exceeds some bounds, above what answers of mathematical data sets need, is not read. What still takes long has to run in
-a worker process (``timeout`` of the reward): math-verify's own alarms are the main thread's, and are off.
+that stand in it, and runs that: formulas with a sum, or with a name that is a call, are never compared. Work grows fast
+with the numbers in a formula and its nesting: what exceeds the bounds below is not read. What still takes long has to
+run in a worker process (``timeout`` of the reward): math-verify's alarms, which need the main thread, are off.
 """
 
 import logging
@@ -74,9 +73,7 @@ def math(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[fl
 
     What counts is the answer text's last \boxed{…}, else its $…$ (several, joined by "and", are a set), else the
     whole, and of a sentence without a formula the last number. A percent sign at the end is ignored, so 50% is 50.
-    Wrong unless it is the right answer to the letter, which needs no parsing: formulas of more than 300 characters,
-    numbers of more than 50 digits, powers beyond 1,000, factorials and binomials beyond 200, towers of numbers,
-    brackets deeper than 8, more than 6 functions, chains of divisions, and sums, integrals and limits.
+    What exceeds the module's bounds, and sums, integrals and limits, are right only to the letter.
 
     Of the right answer "… #### 72" what follows the last #### counts. Where a right answer cannot be parsed, the score
     is None: the first one is logged.
@@ -85,11 +82,7 @@ def math(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[fl
 
 
 def read_formula(text: str) -> str | None:
-    r"""The formula in ``text`` as LaTeX in dollars, "" if there is none; None if it could take long to be parsed.
-
-    It is what stands in the last \boxed{…}, else in $…$ (several of them as they are), else the whole; of a sentence
-    without a formula the last number, in any language. A percent sign at the end is left out.
-    """
+    """The formula in ``text``, see `math`, as LaTeX in dollars: "" for none, None if it could take long to parse."""
     inner = _without_marks(text)
     if len(inner) > _MAX_CHARACTERS:
         return None

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_lightning.config.rules import choice, integer, local_or_hub, problems
+from grpo_lightning.config.rules import choice, local_or_hub, problems
 from grpo_lightning.policy.loading import read_model, readable_errors
 from grpo_lightning.transformer.attention import use_grouped
 
@@ -26,8 +25,6 @@ log = logging.getLogger(__name__)
 
 _KEY = "reward.model.function"
 _RULES = {
-    **dict.fromkeys(("batch_tokens", "max_length"), integer(1)),
-    "label": integer(0),
     "dtype": choice("float32", "bfloat16", "float16"),
     "quantization": choice("8bit", "4bit", null=True),
 }
@@ -38,10 +35,9 @@ _HEADS = ["score", "classifier", "classification_head"]
 class RewardModel:
     """Scores a completion by one logit of a sequence-classification model, as reward models are published.
 
-    The model reads its own chat template of the messages and the completion as the assistant's; without a template, the
-    prompt's text and the completion, one after the other. Weights are loaded at the first call; objects with the same
-    settings of the weights, such as those of rollouts and of validation, have one copy of them, trained or not. `of`
-    makes one of a network that a program has.
+    The model reads the messages and the completion by its own chat template; without a template, the prompt's text and
+    the completion, one after the other. Weights are loaded at the first call; objects with the same settings of the
+    weights, such as those of rollouts and of validation, share one copy.
 
     Args:
         path: Hub name or directory.
@@ -54,8 +50,8 @@ class RewardModel:
         trust_remote_code: Whether code that comes with the weights may run.
 
     Raises:
-        ValueError: On construction, if a setting is out of range; at the first call, if there is no such model, it has
-            no head for classification, or its head or context is smaller than ``label`` or ``max_length``.
+        ValueError: A setting is out of range; at the first call, there is no such model, it has no head for
+            classification, or its head or context is smaller than ``label`` or ``max_length``.
     """
 
     def __init__(
@@ -70,7 +66,8 @@ class RewardModel:
         label: int,
         trust_remote_code: bool,
     ) -> None:
-        _check(dtype=dtype, quantization=quantization)
+        if wrong := problems(_RULES, {"dtype": dtype, "quantization": quantization}, prefix=f"{_KEY}."):
+            raise ValueError("; ".join(wrong))
         self._set_limits(batch_tokens, max_length, label)
         self.path = local_or_hub(path, f"{_KEY}.path")
         self.dtype, self.quantization, self.trust_remote_code = dtype, quantization, trust_remote_code
@@ -80,7 +77,6 @@ class RewardModel:
         self._weights = _shared.setdefault(key, _Weights())
 
     def _set_limits(self, batch_tokens: int, max_length: int, label: int) -> None:
-        _check(batch_tokens=batch_tokens, max_length=max_length, label=label)
         self.batch_tokens, self.max_length, self.label = batch_tokens, max_length, label
         self._takes_padding, self._is_warned = True, False
 
@@ -94,10 +90,9 @@ class RewardModel:
 
         Args:
             network: A sequence-classification model of transformers; or any module whose ``network(ids [B, N])`` is one
-                value per row, [B] or [B, 1], or several labels, [B, L]. Such a module gets rows of equal length
-                together and needs to know nothing of padding.
+                value per row, [B] or [B, 1], or several labels, [B, L], which gets rows of equal length together.
             tokenizer: Of transformers, or any object with ``encode(text) -> ids``.
-            batch_tokens: As in the class, like the errors.
+            batch_tokens: As in the class.
             max_length: As in the class; None: the context that the network's configuration names, without one all.
             label: As in the class.
         """
@@ -114,27 +109,17 @@ class RewardModel:
         return self._load()[0]
 
     def __call__(self, prompts: "Sequence[Prompt]", completions: Sequence[str], **_: Any) -> list[float]:
-        """[B] the logit of every completion, any finite number, for [B] texts or chat messages as prompts.
-
-        Raises:
-            ValueError: A logit is not finite, or a text has no tokens; besides, see the class.
-        """
+        """[B] the logit of every completion, for [B] texts or chat messages as prompts."""
         rows = self.encode(prompts, completions)
         scores = [0.0] * len(rows)
         with self.isolated(), torch.no_grad():
             for index in self.batches(rows):
                 for row, value in zip(index, self.logits([rows[row] for row in index]).tolist(), strict=True):
-                    if not math.isfinite(value):
-                        raise ValueError(f"the reward model {self.path!r} gave {value} for row {row}")
                     scores[row] = value
         return scores
 
     def encode(self, prompts: "Sequence[Prompt]", completions: Sequence[str]) -> list[list[int]]:
-        """Token ids of every text that the model reads, cut to their last ``max_length``.
-
-        Raises:
-            ValueError: A text has no tokens.
-        """
+        """Token ids of every text that the model reads, cut to their last ``max_length``."""
         tokenizer, limit = self._load()[1], self.max_length
         texts = [_text(tokenizer, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
         rows = _encoded(tokenizer, texts) if texts else []
@@ -188,7 +173,6 @@ class RewardModel:
             yield
 
     def _load(self) -> tuple[Any, Any]:
-        """The model and its tokenizer."""
         if self._weights.loaded is None:
             with self.isolated():
                 self._weights.loaded = self._read()
@@ -264,20 +248,13 @@ class _LiveRewardModel(RewardModel):
             return super().logits(rows)
         output = self.network(torch.tensor(rows, device=self.device))
         values: Tensor = getattr(output, "logits", output)
-        if values.dim() > 2 or values.numel() % len(rows) or (values.dim() and len(values) != len(rows)):
-            raise ValueError(
-                f"{self.path} gave {tuple(values.shape)} for token ids {(len(rows), len(rows[0]))}: expected "
-                f"({len(rows)},) or ({len(rows)}, labels)"
-            )
+        if not 1 <= values.dim() <= 2 or len(values) != len(rows):
+            shape, size = tuple(values.shape), len(rows)
+            raise ValueError(f"{self.path} gave {shape}: expected ({size},) or ({size}, labels)")
         return self._labelled(values.reshape(len(rows), -1))
 
     def reset(self) -> None:
         """Nothing: the program's network stays as it is."""
-
-
-def _check(**settings: Any) -> None:
-    if wrong := problems(_RULES, settings, prefix=f"{_KEY}."):
-        raise ValueError("; ".join(wrong))
 
 
 def _invalid(setting: str, value: Any, valid: str) -> ValueError:

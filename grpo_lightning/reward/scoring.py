@@ -1,7 +1,7 @@
 """Calling reward functions: in this process, in workers, or as coroutines; what they return is checked."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -28,24 +28,14 @@ _SHOWN_CHARACTERS = 80
 
 
 def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[str]) -> None:
-    """Check that every reward can be called with these columns; needs no data, so that a run can do it first.
-
-    Raises:
-        RewardError: No rewards, a column named like an argument, a signature that cannot be read, or required
-            parameters that are no column: all of the problems, with the rewards and the columns there are.
-    """
+    """Check that every reward can be called with these columns, before a run; a RewardError names all problems."""
     problems = [] if rewards else ["reward: expected at least one, got none"]
     problems += [f"column {name!r} has the name of a reward's argument" for name in ARGUMENTS if name in column_names]
     known = dict.fromkeys((*ARGUMENTS, *column_names), ())
     for name, spec in rewards.items():
-        try:
-            missing = arguments(spec.function, known)[0]
-        except (TypeError, ValueError) as error:
-            problems.append(f"reward {name!r}: its signature cannot be read: {error}")
-            continue
         problems += [
             f"reward {name!r}: parameter {parameter!r} is no column of the data; there are {sorted(column_names)}"
-            for parameter in missing
+            for parameter in arguments(spec.function, known)[0]
         ]
     if problems:
         raise RewardError("; ".join(problems))
@@ -66,17 +56,13 @@ class Scoring:
 
     Rewards with a ``timeout`` work on it in worker processes meanwhile, and coroutine functions on an event loop; the
     others are called once, with all rows. A function receives by name what its signature names of ``prompts``,
-    ``completions``, ``completion_ids`` and the columns; all of it if it has ``**kwargs``. Where a reward has
-    ``messages``, each prompt and each completion is a list of chat messages.
+    ``completions``, ``completion_ids`` and the columns; all of it if it has ``**kwargs``.
 
     Args:
         rewards: Name -> function and settings.
         prompts: [B] the prompt of each completion.
         columns: Name -> [B] what else the data set knows of the row.
         poll: Called while results are waited for; may raise to give up.
-
-    Raises:
-        RewardError: What `check_columns` finds, or columns of another length than ``prompts``.
     """
 
     def __init__(
@@ -89,7 +75,6 @@ class Scoring:
         check_columns(rewards, columns)
         self._rewards, self._poll = rewards, poll
         self._inputs = {"prompts": prompts, **columns}
-        _check_lengths(self._inputs, len(prompts))
         self._calls = {
             name: coroutines.Calls(name, spec) for name, spec in rewards.items() if is_coroutine_function(spec.function)
         }
@@ -99,11 +84,11 @@ class Scoring:
 
     @property
     def may_begin(self) -> bool:
-        """Whether `begin` does anything: whether a reward has a timeout or is a coroutine."""
+        """Whether a reward has a timeout or is a coroutine, so that `begin` does something."""
         return bool(self._pending)
 
     def begin(self, row: int, text: str, ids: Sequence[int]) -> None:
-        """Start on one completion, given its row, its text and its token ids, with the rewards that need not wait."""
+        """Start to score one completion with the rewards that have a timeout or are coroutines."""
         for name in self._pending:
             self._submit(name, row, {"completions": text, "completion_ids": ids})
 
@@ -115,15 +100,16 @@ class Scoring:
             completion_ids: [B] their tokens; None: no reward may ask for them.
 
         Raises:
-            RewardError: Arguments of unequal length; a function that raises in this process, or does not return one
-                finite number, list of steps or None per completion; or one that failed in its workers for more than
-                its ``max_failed``. It names the reward, the row and the text's beginning.
+            RewardError: A function raises in this process, does not return one finite number, list of steps or None
+                per completion, or failed in its workers for more than its ``max_failed``.
         """
         sampled: dict[str, Sequence[Any]] = {"completions": completions}
         if completion_ids is not None:
             sampled["completion_ids"] = completion_ids
         inputs = {**self._inputs, **sampled}
-        _check_lengths(inputs, len(completions))
+        for key, rows in inputs.items():
+            if len(rows) != len(completions):
+                raise RewardError(f"{key!r}: expected {len(completions)} values, got {len(rows)}")
         for name, begun in self._pending.items():
             for row in range(len(completions)):
                 if row not in begun:
@@ -159,11 +145,7 @@ class Scoring:
             value = self._pending[name][row].result(self._poll)
             if isinstance(value, workers.Failure):
                 failures[row], value = value, [None]
-            if not isinstance(value, list) or len(value) != 1:
-                raise RewardError(
-                    f"reward {name!r}: expected a list with one score for one completion, got {value!r:.80}"
-                )
-            values += value
+            values += _listed(name, value, 1)
             if len(failures) > spec.max_failed * len(completions):  # the others might take their time, too
                 first, failure = next(iter(failures.items()))
                 raise RewardError(
@@ -183,41 +165,20 @@ def score(
     columns: Mapping[str, Sequence[Any]],
     completion_ids: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, list[float | None]]:
-    """Score completions; arguments, errors and order as in `Scoring`.
-
-    Returns:
-        Name -> [B] finite numbers, or None where the reward does not apply; of steps, their mean.
-    """
+    """Score completions, as `Scoring` does: name -> [B] numbers, of steps their mean, or None."""
     scores = Scoring(rewards, prompts, columns).finish(completions, completion_ids)
     return {name: [scalar(value) for value in values] for name, values in scores.values.items()}
 
 
-def _check_lengths(inputs: Mapping[str, Sequence[Any]], size: int) -> None:
-    for name, values in inputs.items():
-        if len(values) != size:
-            raise RewardError(f"{name!r}: expected {size} values, got {len(values)}")
-
-
 def _call(name: str, spec: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> Any:
-    """Call a reward in this process; an exception becomes one that names the first row that raises by itself."""
-
-    def invoke(rows: slice) -> Any:  # a generator raises only when it is read, as plain values
-        return to_plain(spec.function(**_arguments(spec, {key: values[rows] for key, values in inputs.items()})))
-
+    """Call a reward in this process."""
     with doing(f"reward {name!r}"):
-        try:
-            scores = invoke(slice(None))
+        try:  # a generator raises only when it is read, as plain values
+            scores = to_plain(spec.function(**_arguments(spec, inputs)))
         except (Exception, SystemExit) as error:
-            culprit = "no row raises when it is scored alone"
-            for row, text in enumerate(inputs["completions"]):
-                try:
-                    invoke(slice(row, row + 1))
-                except (Exception, SystemExit) as found:
-                    culprit = f"row {row} raises {describe_error(found)}, completion {_beginning(text)}"
-                    break
             raise RewardError(
-                f"reward {name!r} raised {describe_error(error)}; {culprit}. (With reward.{name}.timeout=SECONDS it "
-                f"runs in worker processes, where a fraction of reward.{name}.max_failed may fail.)"
+                f"reward {name!r} raised {describe_error(error)}. (With reward.{name}.timeout=SECONDS it runs in "
+                f"worker processes, where a fraction of reward.{name}.max_failed may fail.)"
             ) from error
     signals.current().check()  # a signal may have come while the reward took long
     return scores
@@ -233,20 +194,23 @@ def _arguments(spec: RewardSpec, known: Mapping[str, Sequence[Any]]) -> dict[str
 
 
 def _messages(given: "Prompt", role: str) -> list[dict[str, str]]:
-    """A text as one chat message of ``role``; chat messages as they are, copied; token ids as their numbers."""
+    """A text as one chat message of ``role``; chat messages copied; token ids as their numbers."""
     if isinstance(given, str):
         return [{"role": role, "content": given}]
     return [dict(item) if isinstance(item, dict) else {"role": role, "content": str(item)} for item in given]
 
 
+def _listed(name: str, result: Any, size: int) -> list[Any]:
+    if not isinstance(result, list) or len(result) != size:
+        got = len(result) if isinstance(result, list) else f"{result!r:.80}"
+        raise RewardError(f"reward {name!r}: expected {size} scores, got {got}")
+    return result
+
+
 def _checked(name: str, result: Any, completions: Sequence[str]) -> list[Score]:
     """What a reward returned as plain floats, steps and Nones, one per completion."""
-    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
-        raise RewardError(f"reward {name!r}: expected a list with a number or None per completion, got {result!r:.80}")
-    values = list(result)
-    if len(values) != len(completions):
-        raise RewardError(f"reward {name!r}: expected {len(completions)} scores, got {len(values)}")
     scores: list[Score] = []
+    values = _listed(name, result, len(completions))
     for row, (value, text) in enumerate(zip(values, completions, strict=True)):
         score: Score = None
         if isinstance(value, list | tuple):
@@ -263,7 +227,7 @@ def _checked(name: str, result: Any, completions: Sequence[str]) -> list[Score]:
 
 
 def _steps(pairs: Sequence[Any], length: int) -> Score:
-    """(end, score) tuples in the order of their ends; NaN if ``pairs`` are no such pairs."""
+    """(end, score) tuples in the order of their ends; NaN if they are none."""
     steps: list[tuple[int, float]] = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -286,5 +250,4 @@ def _number(value: Any) -> float:
 
 
 def _beginning(text: str) -> str:
-    """The beginning of a text, for messages."""
     return repr(text[:_SHOWN_CHARACTERS]) + ("…" if len(text) > _SHOWN_CHARACTERS else "")

@@ -25,8 +25,7 @@ _SHOWN_CHARACTERS = 300
 class RewardError(ValueError):
     """A reward function cannot be called, raises, or returns something else than scores.
 
-    Args:
-        message: What happened; control characters in it are escaped.
+    Control characters in its message are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -47,8 +46,8 @@ class RewardSpec:
     clip: Sequence[float] | None = None
     """The [lowest, highest] score that enters the total; others are clipped to these."""
     timeout: float | None = None
-    """Seconds that a worker process has for one completion; None: all are scored together, in this process. A coroutine
-    function has them for one try, and always runs in this process."""
+    """Seconds for one completion, in a worker process (of a coroutine for one try, in this process); None: all are
+    scored together, in this process."""
     max_failed: float = 0.5
     """The largest fraction of the completions that may time out, raise or break their worker."""
     failed_score: float | None = 0.0
@@ -62,11 +61,7 @@ class RewardSpec:
 
     @property
     def factor(self) -> float:
-        """The weight as a number.
-
-        Raises:
-            TypeError: The weight is scheduled; `grpo_lightning.schedule.resolve_schedules` gives its value in a step.
-        """
+        """The weight as a number; a TypeError if it is scheduled, see `grpo_lightning.schedule.resolve_schedules`."""
         if isinstance(self.weight, Schedule):
             raise TypeError(f"weight: {self.weight} varies; take its value of a step first")
         return float(self.weight)
@@ -88,17 +83,12 @@ class PerCompletion:
 
     ``function(completion, **columns) -> float | None`` takes the text as its first argument, whatever its name, and by
     name the row's ``prompt`` and columns: those it names, or all of them if it has ``**kwargs``.
-
-    Raises:
-        ValueError: On construction, if ``function`` does not take the completion as its first argument.
     """
 
     def __init__(self, function: Callable[..., float | None]) -> None:
         self.function = function
         first, *others = inspect.signature(function).parameters.values()
         self._first = first.name  # a column of this name would be the completion a second time
-        if first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-            raise ValueError(f"function: expected the completion as its first argument, got {function!r}")
         batch = [inspect.Parameter("completions", first.KEYWORD_ONLY)]
         for parameter in others:
             kind = parameter.kind if parameter.kind is parameter.VAR_KEYWORD else parameter.KEYWORD_ONLY
@@ -126,18 +116,12 @@ def arguments(function: Callable[..., Any], known: Mapping[str, Any]) -> tuple[l
     parameters = inspect.signature(function).parameters.values()
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     named = {parameter.name: parameter for parameter in parameters if parameter.kind not in variable}
-    bound = bound_arguments(function)
+    called = function.function if isinstance(function, PerCompletion) else function
+    bound: Collection[str] = called.keywords if isinstance(called, partial) else ()
     known = {name: value for name, value in known.items() if name not in bound}
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in known]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return missing, {name: value for name, value in known.items() if takes_all or name in named}
-
-
-def bound_arguments(function: Any) -> Collection[str]:
-    """The names of the arguments that a partial has bound, which no column of the data replaces."""
-    if isinstance(function, PerCompletion):
-        function = function.function
-    return function.keywords if isinstance(function, partial) else ()
 
 
 def is_coroutine_function(function: Callable[..., Any]) -> bool:
@@ -174,16 +158,9 @@ def clip_scores(rewards: Mapping[str, RewardSpec], values: Mapping[str, Sequence
 
 
 def total(rewards: Mapping[str, RewardSpec], scores: Mapping[str, Sequence[Score]]) -> list[float | None]:
-    """The total reward, Σ weight · score over the rewards that apply to a row; None where none does.
+    """The total reward [B], Σ weight · score over the rewards that apply to a row; None where none does.
 
-    Where a reward scores steps, their mean is its score.
-
-    Args:
-        rewards: Name -> function and weight.
-        scores: Name -> [B] as returned by `score` or `clip_scores`.
-
-    Raises:
-        RewardError: A sum is too large for a float.
+    Where a reward scores steps, their mean is its score. A RewardError says that a sum is too large for a float.
     """
     totals: list[float | None] = []
     for row, values in enumerate(zip(*scores.values(), strict=True)):
@@ -196,10 +173,7 @@ def total(rewards: Mapping[str, RewardSpec], scores: Mapping[str, Sequence[Score
 
 
 def to_plain(value: Any, nested: int = _MAX_NESTED) -> Any:
-    """What a reward function returned, as lists and numbers, which need no torch to be pickled or read.
-
-    Tensors, arrays, generators and other iterables become lists; inside, a tensor of one number becomes that number.
-    """
+    """What a reward function returned, as lists and numbers; inside, a tensor of one number becomes that number."""
     if hasattr(value, "tolist"):  # of torch, numpy and others, of which none is imported here
         listed = value.tolist()
         while nested < _MAX_NESTED and isinstance(listed, list) and len(listed) == 1:
@@ -213,8 +187,4 @@ def to_plain(value: Any, nested: int = _MAX_NESTED) -> Any:
 
 def describe_error(error: BaseException) -> str:
     """An exception's type and the beginning of its text, on one line and without secrets."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:
-        text = f"{type(error).__name__}: its text cannot be shown"
-    return single_line(redact(text)[:_SHOWN_CHARACTERS])
+    return single_line(redact(f"{type(error).__name__}: {error}")[:_SHOWN_CHARACTERS])

@@ -7,14 +7,7 @@ FENCE = "```"
 
 
 def tag(text: str, name: str) -> str | None:
-    """The stripped content of the last complete ``<name>…</name>``, or None if there is none.
-
-    Of nested tags it is the innermost, so the content holds neither tag.
-
-    Args:
-        text: What the model wrote.
-        name: The tag without brackets.
-    """
+    """The stripped content of the last complete ``<name>…</name>``, of nested ones the innermost, or None."""
     opening, closing = f"<{name}>", f"</{name}>"
     start = text.rfind(opening, 0, max(text.rfind(closing), 0))
     if start < 0:
@@ -45,12 +38,7 @@ def without_thoughts(text: str) -> str:
 
 
 def fenced_blocks(text: str, languages: Collection[str]) -> list[str]:
-    """The contents of the complete blocks between fences of some languages, in their order.
-
-    Args:
-        text: What the model wrote.
-        languages: Words behind the opening fence, in lower case; the empty one is that of a fence without.
-    """
+    """The contents of the complete code blocks in some languages: "" is that of a fence without a language."""
     blocks: list[str] = []
     lines: list[str] | None = None
     is_wanted = False

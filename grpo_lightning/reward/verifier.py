@@ -1,14 +1,13 @@
 """reasoning_gym's verifiers, and what may be given to them.
 
-Some evaluate the model's text as Python or let sympy do so, and some do work that grows with the numbers in it. These
-run in worker processes that are ended after a time, and text that could run code does not reach them: it is wrong.
+Those that evaluate the model's text as Python, or do work that grows with the numbers in it, run in worker processes
+that are ended after a time. Text that could run code does not reach them: it is wrong.
 """
 
 import ast
 import logging
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from reasoning_gym.factory import create_dataset, get_score_answer_fn
@@ -32,26 +31,15 @@ _warned: set[str] = set()
 def begin(
     text: str, answer: str | None, task: str, metadata: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Callable[[], float]:
-    """Start to score an answer: a function that returns the score, in [0, 1].
+    """Start to score an answer, see `accuracy.reasoning_gym`: a function that returns the score, in [0, 1].
 
     What takes long has begun in a worker process when this returns. Text that a verifier cannot be given, or raises on,
     scores 0; the first of a task that it raises on is logged.
-
-    Args:
-        text: What the model answers.
-        answer: The right answer; None where any solution counts.
-        task: A reasoning_gym dataset name.
-        metadata: The entry's.
-        config: Arguments of the data set where they are not its defaults; some verifiers read them.
-
-    Raises:
-        ValueError: There is no such task, metadata are no mapping, or the verifier would evaluate a row that could run
-            code. The function raises it if the verifier raises on the right answer, too.
     """
-    if not isinstance(metadata, Mapping):
-        raise ValueError(f"metadata: expected a mapping for the task {task!r}, got {metadata!r:.80}")
     source = str(metadata.get("source_dataset", task))  # of a composite, the data set the entry comes from
-    verifier = _verifier(source, config if source == task else {})
+    own_config = config if source == task else {}
+    key = f"{source} {dict(own_config)!r}"
+    verifier = _verifiers[key] = _verifiers.get(key) or Verifier(source, own_config)
     _check_row(source, answer, metadata)
     right = answer.strip() if isinstance(answer, str) else ""
     if not may_be_verified(source, text, right):
@@ -84,7 +72,7 @@ def may_be_verified(task: str, text: str, answer: str) -> bool:
     """Whether the verifier of a task can be given what the model answers; ``answer`` is the right one."""
     if task not in GATES and text == answer:
         return True
-    return len(text) <= max(_MAX_CHARACTERS, 4 * len(answer)) and GATES.get(task, _anything)(text)
+    return len(text) <= max(_MAX_CHARACTERS, 4 * len(answer)) and (task not in GATES or GATES[task](text))
 
 
 def is_harmless(text: str) -> bool:
@@ -115,15 +103,11 @@ def is_literal(text: str) -> bool:
     return True
 
 
-def _anything(_: str) -> bool:
-    return True
-
-
 GATES: Mapping[str, Callable[[str], bool]] = {
     **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), is_literal),
     **dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), is_harmless),
     **dict.fromkeys(("intermediate_integration", "simple_integration"), is_harmless),
-    **dict.fromkeys(("propositional_logic", "coin_flip", "rubiks_cube", "rush_hour"), _anything),
+    **dict.fromkeys(("propositional_logic", "coin_flip", "rubiks_cube", "rush_hour"), lambda _: True),
 }
 """Task whose verifier runs in a worker -> the texts that it can be given. Such verifiers evaluate text, simplify
 formulas, try all truth values or carry out moves one by one."""
@@ -152,31 +136,25 @@ class Verifier:
         return float(self._score(answer=answer, entry=entry))
 
 
-def _verifier(task: str, config: Mapping[str, Any]) -> Verifier:
-    """The verifier of a task, made once."""
-    key = f"{task} {dict(config)!r}"
-    if key not in _verifiers:
-        _verifiers[key] = Verifier(task, config)
-    return _verifiers[key]
-
-
 def _start(verifier: Verifier, task: str, text: str, entry: Mapping[str, Any]) -> Callable[[], Any]:
     """A function that returns the score or a `workers.Failure`."""
     if task in GATES:
         return workers.submit(verifier, {"answer": text, "entry": entry}, seconds=MAX_SECONDS).result
-    return partial(_call, verifier, text, entry)
 
+    def call() -> float | workers.Failure:
+        try:
+            return verifier(text, entry)
+        except Exception as error:
+            return workers.Failure("exception", describe_error(error))
 
-def _call(verifier: Verifier, text: str, entry: Mapping[str, Any]) -> float | workers.Failure:
-    try:
-        return verifier(text, entry)
-    except Exception as error:
-        return workers.Failure("exception", describe_error(error))
+    return call
 
 
 def _check_row(task: str, answer: Any, metadata: Mapping[str, Any]) -> None:
     """Check what a verifier evaluates of a row of data, which may have been downloaded."""
-    name, is_allowed = _EVALUATED.get(task, ("", _anything))
+    if task not in _EVALUATED:
+        return
+    name, is_allowed = _EVALUATED[task]
     text = answer if name == "answer" else metadata.get(name)
     if text is not None and not (isinstance(text, str) and is_allowed(text)):
         raise ValueError(

@@ -1,9 +1,8 @@
 """Worker processes for functions that could hang, crash or eat the memory on odd text.
 
-One pool for all rewards and environments of a process, started at first use. Workers are forked from a fresh server, so
-that they inherit neither the trainer's threads nor its GPU. A call's time limit is an alarm that the kernel keeps: it
-ends C code that never returns to Python, even when the trainer is gone. As with every program that uses
-`multiprocessing`, a script that calls this needs ``if __name__ == "__main__":``.
+One pool for all rewards and environments of a process, started at first use and forked from a fresh server, without the
+trainer's threads and GPU. A call's time limit is an alarm of the kernel: it ends C code that never returns to Python,
+even when the trainer is gone. A script that calls this needs ``if __name__ == "__main__":``.
 """
 
 import atexit
@@ -22,7 +21,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from grpo_lightning.config.redaction import single_line
-from grpo_lightning.reward.spec import describe_error, to_plain
+from grpo_lightning.reward.spec import describe_error, innermost, to_plain
 
 MAX_WORKERS = 8
 POLL_SECONDS = 0.25
@@ -30,7 +29,6 @@ POLL_SECONDS = 0.25
 _MAX_MEMORY = 4 * 2**30  # bytes that one worker may allocate
 _MAX_STARTS = 3  # of workers for the same call
 _SPARE_SECONDS = 60.0  # to import a function; also, how late a call is ended that switches its alarm off
-_MAX_WRAPPED = 3  # partials and PerCompletions around a function
 _TRAINER_SIGNALS = [
     number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ]
@@ -60,9 +58,7 @@ class Pending:
     def result(self, poll: Callable[[], None] | None = None) -> Any:
         """Wait for the call; returns its value or a `Failure`. ``poll`` is called meanwhile and may raise to give up.
 
-        Raises:
-            ValueError: A worker cannot import the function.
-            RuntimeError: Workers cannot be started.
+        A ValueError says that a worker cannot import the function, a RuntimeError that workers cannot be started.
         """
         for _ in range(_MAX_STARTS):
             while not wait([self._future], timeout=POLL_SECONDS).done and self._pool.active:
@@ -106,17 +102,17 @@ class Pending:
 def submit(function: Callable[..., Any], arguments: Mapping[str, Any], *, seconds: float) -> Pending:
     """Start ``function(**arguments)`` in the next worker that is free.
 
+    The function is pickled to the workers, so it must be importable: of a module, not a lambda. Each worker unpickles
+    it once, which does not count as the call's time.
+
     Args:
-        function: It is pickled to the workers, so it must be importable: of a module, not a lambda. Each worker
-            unpickles it once, and what that takes, imports above all, does not count as the call's time.
+        function: Of a module.
         arguments: By name.
         seconds: Time limit of the call from its start; a worker that takes longer is ended and replaced.
 
     Raises:
-        ValueError: ``function`` or an argument cannot be pickled, or ``seconds`` is not positive.
+        ValueError: ``function`` or an argument cannot be pickled.
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds: expected a number above 0, got {seconds!r}")
     try:
         task = (pickle.dumps(function), pickle.dumps(dict(arguments)), seconds)
     except Exception as error:
@@ -158,11 +154,8 @@ def _start_server(function: Any) -> None:
     """
     from multiprocessing import forkserver, resource_tracker
 
-    modules = [__name__]
-    for _ in range(_MAX_WRAPPED):
-        if function is not None:
-            modules.append(getattr(function, "__module__", None) or type(function).__module__)
-        function = getattr(function, "func", None) or getattr(function, "function", None)
+    called = innermost(function)
+    modules = [__name__, getattr(called, "__module__", None) or type(called).__module__]
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _TRAINER_SIGNALS)
     try:
         resource_tracker.ensure_running()
@@ -174,7 +167,6 @@ def _start_server(function: Any) -> None:
 
 
 def _prepare() -> None:
-    """Prepare a worker before its first call."""
     for number in _TRAINER_SIGNALS:  # not SIG_IGN, which programs that a function starts would inherit
         signal.signal(number, lambda *_: None)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a function prints is not for the trainer's terminal
@@ -211,14 +203,12 @@ def _set_alarm(seconds: float) -> None:
 
 
 def _not_importable(function: Callable[..., Any], reason: str) -> ValueError:
-    return ValueError(
-        f"{single_line(repr(function)[:80])} cannot run in a worker process: {reason}; use a function of a module "
-        "that can be imported, with plain values as arguments"
-    )
+    name = single_line(repr(function)[:80])
+    return ValueError(f"{name} cannot run in a worker process: {reason}; use a function of an importable module")
 
 
 def _forget() -> None:
-    """Forget the pool in a forked child, which has neither its threads nor the server as a child of its own."""
+    # A forked child has neither the pool's threads nor the server as a child of its own.
     global _pool, _is_forked
     _pool, _is_forked = None, True
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning import recording
-from grpo_lightning.config.shell import format_override
+from grpo_lightning.config.settings import format_override
 from grpo_lightning.policy import Policy
 from grpo_lightning.recording import RecordedRollout, fingerprint, from_lines
 from grpo_lightning.rollout.collector import Collected, Collector, advantage_metrics, sampled_metrics, token_metrics

@@ -17,19 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_lightning.config.rules import integer, number, problems
-
-RULES = {
-    "seconds": number(lambda v: v > 0, "a number > 0"),
-    "cpu_seconds": integer(1),
-    "memory_mb": integer(64),
-    "output_bytes": integer(1),
-    "file_bytes": integer(0),
-    "files": integer(0),
-    "threads": integer(1),
-}
-"""What each limit may be."""
-
 _PACKAGE = str(Path(__file__).parents[2])
 _START = "import sys; sys.path.append(sys.argv[2]); from grpo_lightning.sandbox.server import main; "
 _START += "sys.path.pop(); main(int(sys.argv[1]), sys.argv[3])"
@@ -48,11 +35,7 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may take before it is ended.
-
-    Raises:
-        ValueError: On construction, naming the limit: it is out of range.
-    """
+    """What one program may take before it is ended."""
 
     seconds: float
     """Wall-clock time. More than ``cpu_seconds``, since other processes take their share of a busy machine."""
@@ -68,10 +51,6 @@ class Limits:
     """In its directory at once."""
     threads: int = 32
     """At once, the first included."""
-
-    def __post_init__(self) -> None:
-        if wrong := problems(RULES, vars(self)):
-            raise ValueError("; ".join(wrong))
 
 
 @dataclass(frozen=True)
@@ -95,10 +74,9 @@ class Outcome:
 
 
 def run(text: str, stdin: str, limits: Limits) -> Outcome:
-    """Run a Python program that nobody trusts; no program makes this raise.
+    """Run a Python program that nobody trusts, one at a time in a process; no program makes this raise.
 
-    The same program on the same input prints the same, unless it asks for the time or for `os.urandom`. One program
-    runs at a time in a process; those of several processes run beside each other.
+    The same program on the same input prints the same, unless it asks for the time or for `os.urandom`.
 
     Raises:
         Unavailable: The machine has no sandbox, or one that does not hold. Nothing was run.
@@ -117,11 +95,7 @@ def run(text: str, stdin: str, limits: Limits) -> Outcome:
 
 
 def check() -> None:
-    """Try whether the sandbox holds on this machine: a program in it attempts what it must not be able to do.
-
-    Raises:
-        Unavailable: The sandbox cannot be had, or something was possible.
-    """
+    """Try to get out of the sandbox of this machine; an `Unavailable` says why there is none, or what was possible."""
     run("", "", _ATTEMPT_LIMITS)
 
 
@@ -157,7 +131,7 @@ print(*(
 
 
 class _Server:
-    """The process of `grpo_lightning.sandbox.server`, once a program in it has failed to get out."""
+    """The process of `grpo_lightning.sandbox.server`; a program in it has failed to get out."""
 
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
@@ -185,12 +159,7 @@ class _Server:
 
     def _check(self) -> None:
         """Have a program attempt what it must not be able to do, before any other is run."""
-        try:
-            missing = self._reply(time.monotonic() + _START_SECONDS)["missing"]
-        except (ConnectionError, EOFError, TimeoutError) as error:
-            self.end()
-            code = self._process.returncode
-            raise Unavailable(f"the sandbox cannot start: {sys.executable} ended with status {code}") from error
+        missing = self._reply(time.monotonic() + _START_SECONDS)["missing"]
         if missing is not None:
             raise Unavailable(f"the sandbox cannot start: it needs {missing}")
         with tempfile.NamedTemporaryFile() as outside:
@@ -246,7 +215,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _memory_file(content: bytes | None = None) -> BinaryIO:
-    """A file in memory, at its beginning; one that is given a content cannot be changed any more."""
+    """A file in memory, at its beginning; with a content, it cannot be changed."""
     file = os.fdopen(os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
     if content is not None:
         file.write(content)

@@ -16,21 +16,13 @@ class Missing(Exception):
     """What the machine lacks, as the end of the sentence "… needs"."""
 
 
-try:
-    _libc = ctypes.CDLL(None, use_errno=True)
-except (OSError, TypeError):  # Windows
-    _libc = None  # type: ignore[assignment]
-
+_libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _CAPABILITIES_VERSION = 0x20080522
 
 
 def give_up_privileges(parent: int, signal_number: int) -> None:
-    """Give up root's capabilities and those of programs, and get a signal from the kernel when the parent ends.
-
-    Raises:
-        OSError: It failed, or the parent has ended already.
-    """
+    """Give up root's capabilities and those of programs, and get a signal from the kernel when the parent ends."""
     header = struct.pack("Ii", _CAPABILITIES_VERSION, 0)
     _checked(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(bytes(24))))
     _prctl(_PR_SET_PDEATHSIG, signal_number)
@@ -76,15 +68,12 @@ def file_rules(readable: Iterable[str], own: str, *, listable: Iterable[str], si
 
     Raises:
         Missing: The kernel has no Landlock.
-        OSError: A file or directory cannot be opened.
     """
     try:
         version = _syscall(_CREATE_RULESET, None, 0, 1)
     except OSError as error:
-        why = "is switched off: lsm= of the kernel's command line leaves it out"
-        if error.errno != errno.EOPNOTSUPP:
-            why = f"is not there or not allowed here ({error.strerror}); a container's own filter may refuse it"
-        raise Missing(f"Landlock, which Linux has from 5.13 on and which {why}") from error
+        why = "the kernel's lsm= or a container's filter may leave it out"
+        raise Missing(f"Landlock of Linux 5.13 or later ({error.strerror}): {why}") from error
     rights = _FIRST_RIGHTS | sum(right for since, right in _LATER_RIGHTS.items() if version >= since)
     # From 4: binding and connecting TCP; from 6: abstract sockets and signals.
     attributes = struct.pack("QQQ", rights, 0b11, 0b11)[: 8 if version < 4 else 16 if version < 6 else 24]
@@ -102,11 +91,7 @@ def file_rules(readable: Iterable[str], own: str, *, listable: Iterable[str], si
 
 
 def restrict_files(rules: int) -> None:
-    """Put a set of rules on this thread.
-
-    Raises:
-        OSError: It failed.
-    """
+    """Put a set of rules on this thread."""
     _syscall(_RESTRICT_SELF, rules, 0)
 
 
@@ -171,11 +156,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def restrict_calls() -> None:
-    """Refuse this thread, from now on, every call that is not listed here.
-
-    Raises:
-        Missing: The kernel has no filters, or the architecture is not known.
-    """
+    """Refuse this thread, from now on, every call that is not listed here."""
     instructions = call_filter(architecture(), os.getpid())
     packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in instructions))
     header = ctypes.create_string_buffer(struct.pack("HP", len(instructions), ctypes.addressof(packed)))
@@ -186,15 +167,10 @@ def restrict_calls() -> None:
 
 
 def architecture() -> str:
-    """This machine's, for which calls' numbers are known.
-
-    Raises:
-        Missing: They are not.
-    """
+    """This machine's; `Missing` if the numbers of its calls are not known."""
     machine, bits = platform.machine(), 8 * ctypes.sizeof(ctypes.c_void_p)
-    if platform.system() != "Linux" or machine not in ARCHITECTURES or bits != 64 or _libc is None:
-        found = f"{platform.system()} on {machine}, {bits} bit"
-        raise Missing(f"Linux on {' or '.join(ARCHITECTURES)} with a C library (this is {found})")
+    if machine not in ARCHITECTURES or bits != 64:
+        raise Missing(f"{' or '.join(ARCHITECTURES)} (this is {machine}, {bits} bit)")
     return machine
 
 

@@ -1,8 +1,7 @@
 """A small interpreter that forks the programs, so that each starts in milliseconds, and ends those that take too much.
 
-It is a process of its own with Python's library alone in it: no torch, no environment, and never the text, the input or
-the output of a program, which pass it by in files. One program runs at a time. When its caller ends it ends too, with
-the program that it watches. A forked process gives up its rights before it runs the text.
+It has Python's library alone in it, and never the text, the input or the output of a program, which pass it by in
+files. When its caller ends it ends too, with the program that it watches.
 """
 
 import atexit
@@ -22,12 +21,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from grpo_lightning.sandbox import isolation
 
@@ -83,10 +82,6 @@ def main(descriptor: int, place: str) -> None:
 
 def _file_rules(directory: str) -> int:
     isolation.architecture()
-    try:
-        _num_threads(os.getpid())
-    except OSError as error:
-        raise isolation.Missing("/proc, where it counts a program's threads") from error
     places = [place for place in sys.path if Path(place).is_dir()]
     readable = [*_library(places), *_SYSTEM, *_DEVICES]
     return isolation.file_rules(readable, directory, listable=places, sinks=["/dev/null"])
@@ -165,7 +160,6 @@ def _watch(
 
 
 def _num_threads(process: int) -> int:
-    """How many threads a process has; 0 if it has just ended."""
     try:
         with open(f"/proc/{process}/stat", "rb") as opened:
             return int(opened.read().rpartition(b")")[2].split()[17])
@@ -185,7 +179,6 @@ def _is_too_much(directory: str, limits: Mapping[str, Any]) -> bool:
 
 
 def _is_too_long(output: Sequence[int], limits: Mapping[str, Any]) -> bool:
-    """Whether a program has printed more than it may."""
     return any(os.fstat(file).st_size > limits["output_bytes"] for file in output)
 
 
@@ -215,7 +208,7 @@ def _become_program(
 def _give_up_rights(
     files: Sequence[int], ready: int, limits: Mapping[str, Any], server: int, directory: str, rules: int
 ) -> None:
-    """Give up what a program must not have; in this order, since each step needs rights that later ones take away."""
+    """Give up what a program must not have, in this order: each step needs rights that later ones take away."""
     os.chdir(directory)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as adjusted:
         adjusted.write("1000")  # the first process to end where the machine runs out of memory
@@ -244,8 +237,8 @@ def _give_up_rights(
 
 def _run(text: bytes) -> int:
     """Run the text as the main module of an interpreter; returns the exit status."""
-    flush = _reset_interpreter(text)
-    code = 0
+    _reset_interpreter(text)
+    out, code = sys.stdout, 0
     try:
         exec(compile(text, _NAME, "exec", dont_inherit=True), vars(sys.modules["__main__"]))
     except SystemExit as left:
@@ -261,42 +254,26 @@ def _run(text: bytes) -> int:
     try:
         getattr(threading, "_shutdown", int)()  # waits for threads that are no daemons
         getattr(atexit, "_run_exitfuncs", int)()
-        flush()
+        if not out.closed:
+            out.flush()
     except BaseException as error:
         code = code or 120  # as Python has it for output that cannot be written
         _print_error(error)
     return code
 
 
-def _reset_interpreter(text: bytes) -> Callable[[], None]:
-    """Make this interpreter look as if it had just begun; returns what writes its buffered output.
-
-    `random` begins at the same place every time, as hashes do: the same program on the same input prints the same.
-    """
+def _reset_interpreter(text: bytes) -> None:
+    """Make this interpreter look as if it had just begun, with `random` at the same place every time."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("grpo_lightning", "__main__")]:
         del sys.modules[name]
     sys.modules["__main__"] = ModuleType("__main__")
     sys.argv = [_NAME]
     os.environ.clear()
-    buffers = [io.BufferedWriter(io.FileIO(number, "w", closefd=False)) for number in (1, 2)]
-    out = io.TextIOWrapper(buffers[0], "utf-8")
-    streams = {
-        "stdin": io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8"),
-        "stdout": out,
-        "stderr": io.TextIOWrapper(buffers[1], "utf-8", "backslashreplace", line_buffering=True),
-    }
-    for name, stream in streams.items():
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+    for stream in (sys.stdin, sys.stdout):  # of UTF-8 mode, which lets bytes through that are none
+        cast("io.TextIOWrapper", stream).reconfigure(errors="strict")
     random.seed(0)
     lines = text.decode(errors="replace").splitlines(keepends=True)
     linecache.cache[_NAME] = (len(text), None, lines, _NAME)  # for tracebacks and `inspect`
-
-    def flush() -> None:
-        if not out.closed:
-            out.flush()
-
-    return flush
 
 
 def _print_error(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""The head: log-probabilities of the chosen tokens and entropies out of hidden states, a few tokens at a time.
+"""The LM head: log-probabilities of the chosen tokens and entropies out of hidden states, a few tokens at a time.
 
 The logits of all tokens together would be the largest tensor of a step by far: N * V. Here no more than a chunk of them
 ever exists; the backward pass makes them again, or, where the gradient of the loss is known beforehand, the forward
@@ -39,7 +39,7 @@ with the 110 tokens that `CHUNK` allows at V = 152k."""
 
 
 def tokens_per_chunk(vocabulary: int, device: torch.device, chunk: int | None = None) -> int:
-    """How many tokens have ``chunk`` logits together; by default as many as may exist at a time on a device."""
+    """How many tokens have ``chunk`` logits together; by default `CHUNK` or `GPU_CHUNK`."""
     return max(1, (chunk or (GPU_CHUNK if device.type == "cuda" else CHUNK)) // vocabulary)
 
 
@@ -51,9 +51,7 @@ def token_logprobs(
     entropy_gradient: bool = False,
     support: SamplingSupport | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log softmax(logits / temperature) at ``ids``, and the entropy of the distribution.
-
-    All logits are there at once; `LMHead` does the same in chunks.
+    """Log softmax(logits / temperature) at ``ids``, and the entropy; `LMHead` does the same in chunks.
 
     Args:
         logits: [..., V] of any float dtype; sums run in float32, of float64 in float64.
@@ -131,18 +129,12 @@ class LMHead:
             Log-probabilities [N] and entropies [N], float32, in nats; None in place of entropies that are not wanted.
         """
         size = tokens_per_chunk(len(self.weight), hidden.device, chunk)
-        if not torch.is_grad_enabled():
-            loss_gradient = None
-        tensors = (hidden, self.weight, self.bias)
+        parts = [slice(start, start + size) for start in range(0, len(ids), size)]
+        supports = [None] * len(parts) if support is None else support.split(size)
+        early = loss_gradient if torch.is_grad_enabled() and not entropy else None
+        chunks = list(zip(parts, supports, strict=True))
         results: tuple[Tensor, Tensor] = _Logprobs.apply(
-            *tensors,
-            ids,
-            self,
-            temperature,
-            entropy,
-            loss_gradient,
-            size,
-            None if support is None else support.split(size),
+            hidden, self.weight, self.bias, ids, self, temperature, entropy, early, chunks
         )
         return results[0], results[1] if entropy else None
 
@@ -166,18 +158,6 @@ class LMHead:
             logits = logits.mul_(factor)
         return logits
 
-    def inner(self, dlogits: Tensor, logits: Tensor | None, temperature: float) -> Tensor:
-        """The gradient with respect to scale (weight h + bias) from that with respect to the ``logits``.
-
-        Overwrites both.
-        """
-        if self.softcap is not None and logits is not None:
-            # z = c tanh(x / c), so dz/dx = 1 - (z / c)^2, which needs no x: it was overwritten.
-            # What is outside of a set is -inf, and 0 * inf is not 0: any number will do for it.
-            capped = logits.mul_(temperature / self.softcap).clamp_(min=-2.0).square_().neg_().add_(1.0)
-            dlogits = dlogits.mul_(capped)
-        return dlogits
-
 
 class _Logprobs(torch.autograd.Function):
     """The chunks of `LMHead`, forward and backward."""
@@ -193,8 +173,7 @@ class _Logprobs(torch.autograd.Function):
         temperature: float,
         entropy: bool,
         loss_gradient: ChunkGradient | None,
-        size: int,
-        support: list[SamplingSupport] | None,
+        chunks: list[tuple[slice, SamplingSupport | None]],
     ) -> tuple[Tensor, Tensor]:
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -203,13 +182,11 @@ class _Logprobs(torch.autograd.Function):
         entropies = torch.empty_like(logprobs) if entropy else logprobs.new_empty(0)
         # With the gradient of each log-probability at hand, that of hidden states and weights is made while the logits
         # are there: three large products instead of four. At V = 152k that takes 0.62 of the time.
-        early = loss_gradient is not None and not entropy and any(ctx.needs_input_grad[:3])
+        early = loss_gradient is not None and any(ctx.needs_input_grad[:3])
         dlogprobs = torch.empty_like(logprobs) if early else None
         gradients = _Gradients(head, hidden, weight, bias, temperature, ctx.needs_input_grad) if early else None
-        for number, start in enumerate(range(0, len(ids), size)):
-            part = slice(start, start + size)
-            kept = None if support is None else support[number]
-            logits = head.logits(hidden[part], weight, bias, temperature, kept)
+        for part, support in chunks:
+            logits = head.logits(hidden[part], weight, bias, temperature, support)
             chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
             log_total = log_sum(logits)  # [n, 1]
             logprobs[part] = (logits.gather(-1, chosen) - log_total).squeeze(-1)  # [n, V] -> [n, 1] -> [n]
@@ -219,7 +196,7 @@ class _Logprobs(torch.autograd.Function):
                 dlogprobs[part] = loss_gradient(logprobs[part], part)
                 gradients.add(part, logits, log_total, chosen, dlogprobs[part], None)
             del logits  # else two chunks of them would exist while the next ones are made
-        ctx.head, ctx.temperature, ctx.size, ctx.entropy, ctx.support = head, temperature, size, entropy, support
+        ctx.head, ctx.temperature, ctx.entropy, ctx.chunks = head, temperature, entropy, chunks
         ctx.gradients, ctx.dlogprobs = gradients, dlogprobs
         ctx.save_for_backward(hidden, weight, bias, ids, entropies)
         return logprobs, entropies
@@ -232,16 +209,14 @@ class _Logprobs(torch.autograd.Function):
         # The precomputed gradients hold if exactly the expected gradient arrives; any other takes the long way.
         if gradients is None or not torch.equal(dlogprobs, ctx.dlogprobs):
             gradients = _Gradients(ctx.head, hidden, weight, bias, ctx.temperature, ctx.needs_input_grad)
-            for number, start in enumerate(range(0, len(ids), ctx.size)):
-                part = slice(start, start + ctx.size)
-                kept = None if ctx.support is None else ctx.support[number]
-                logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature, kept)
+            for part, support in ctx.chunks:
+                logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature, support)
                 slopes = (entropies[part], dentropies[part]) if ctx.entropy else None
                 gradients.add(part, logits, log_sum(logits), ids[part].unsqueeze(-1), dlogprobs[part], slopes)
                 del logits  # before the next ones are made
         # Whoever received them may have changed them in place: another backward pass makes its own.
         ctx.gradients = None
-        return gradients.hidden, gradients.weight, gradients.bias, *[None] * 7
+        return gradients.hidden, gradients.weight, gradients.bias, *[None] * 6
 
 
 class _Gradients:
@@ -271,11 +246,18 @@ class _Gradients:
         dlogprobs: Tensor,
         entropy: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """Add what the chunk of the tokens in ``part`` contributes; other arguments as in `_logit_gradients`."""
+        """Add what the tokens in ``part`` contribute.
+
+        Args:
+            part: Which of the N tokens; n of them.
+            logits: [n, V], overwritten.
+            log_total: [n, 1] their log-sum-exp.
+            chosen: [n, 1] token ids.
+            dlogprobs: [n] the gradient with respect to their log-probabilities.
+            entropy: [n] entropies and the gradient with respect to them; None: not wanted.
+        """
         hidden, weight = self._inputs
-        dlogits, factors = _logit_gradients(
-            self._head, logits, log_total, chosen, dlogprobs, entropy, self._temperature, weight.dtype
-        )
+        dlogits, factors = self._logit_gradients(logits, log_total, chosen, dlogprobs, entropy)
         if self.bias is not None:
             self.bias.addmv_(dlogits.T, factors)  # [n, V] -> [V, n], times [n] -> [V]
         dlogits, factors = dlogits.to(weight.dtype), factors.to(weight.dtype).unsqueeze(-1)  # [n, V], [n, 1]
@@ -286,36 +268,39 @@ class _Gradients:
         if self.weight is not None:
             add_product(self.weight, dlogits.T, hidden[part] * factors)  # [n, V] -> [V, n], times [n, H] -> [V, H]
 
+    def _logit_gradients(
+        self,
+        logits: Tensor,
+        log_total: Tensor,
+        chosen: Tensor,
+        dlogprobs: Tensor,
+        entropy: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient with respect to weight h + bias, as [n, V] and what its rows are to be multiplied by, [n].
 
-def _logit_gradients(
-    head: LMHead,
-    logits: Tensor,
-    log_total: Tensor,
-    chosen: Tensor,
-    dlogprobs: Tensor,
-    entropy: tuple[Tensor, Tensor] | None,
-    temperature: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """The gradient with respect to weight h + bias, as [n, V] and what its rows are to be multiplied by, [n].
+        d logprob / d z_j = [j chosen] - p_j,  d entropy / d z_j = -p_j (log p_j + entropy).
 
-    d logprob / d z_j = [j chosen] - p_j,  d entropy / d z_j = -p_j (log p_j + entropy).
-
-    It may overwrite ``logits``, and is float32, or ``dtype`` where that costs nothing. A factor of a row costs nothing
-    when it is multiplied with its hidden state.
-    """
-    # Only the derivative of a soft-cap needs the logits that are about to be overwritten.
-    copy = logits.clone() if head.softcap is not None else None
-    factor = head.scale / temperature
-    if entropy is None and head.softcap is None and head.bias is None and worth_compiling(logits):
-        return softmax_gradient(logits, log_total, chosen, dtype), dlogprobs * -factor
-    if entropy is None:
-        dlogits = logits.sub_(log_total).exp_()
-        dlogits.scatter_add_(-1, chosen, torch.full_like(log_total, -1.0))
-        return head.inner(dlogits, copy, temperature), dlogprobs * -factor
-    logp = logits.sub_(log_total).clamp_(min=MIN_LOGPROB)
-    entropies, dentropies = (value.unsqueeze(-1) for value in entropy)  # [n] -> [n, 1]
-    dlogits = (logp + entropies).mul_(dentropies).add_(dlogprobs.unsqueeze(-1)).neg_()
-    dlogits.mul_(logp.exp_())
-    dlogits.scatter_add_(-1, chosen, dlogprobs.unsqueeze(-1))
-    return head.inner(dlogits, copy, temperature), torch.full_like(dlogprobs, factor)
+        It may overwrite ``logits``, and is float32, or of the weight's dtype where that costs nothing. A factor of a
+        row costs nothing when it is multiplied with its hidden state.
+        """
+        head, factor = self._head, self._head.scale / self._temperature
+        if entropy is None and head.softcap is None and head.bias is None and worth_compiling(logits):
+            return softmax_gradient(logits, log_total, chosen, self._inputs[1].dtype), dlogprobs * -factor
+        # Only the derivative of a soft-cap needs the logits that are about to be overwritten.
+        copy = logits.clone() if head.softcap is not None else None
+        if entropy is None:
+            dlogits = logits.sub_(log_total).exp_()
+            dlogits.scatter_add_(-1, chosen, torch.full_like(log_total, -1.0))
+            factors = dlogprobs * -factor
+        else:
+            logp = logits.sub_(log_total).clamp_(min=MIN_LOGPROB)
+            entropies, dentropies = (value.unsqueeze(-1) for value in entropy)  # [n] -> [n, 1]
+            dlogits = (logp + entropies).mul_(dentropies).add_(dlogprobs.unsqueeze(-1)).neg_()
+            dlogits.mul_(logp.exp_())
+            dlogits.scatter_add_(-1, chosen, dlogprobs.unsqueeze(-1))
+            factors = torch.full_like(dlogprobs, factor)
+        if head.softcap is not None and copy is not None:
+            # z = c tanh(x / c), so dz/dx = 1 - (z / c)^2, which needs no x: it was overwritten.
+            # What is outside of a set is -inf, and 0 * inf is not 0: any number will do for it.
+            dlogits.mul_(copy.mul_(self._temperature / head.softcap).clamp_(min=-2.0).square_().neg_().add_(1.0))
+        return dlogits, factors

@@ -1,4 +1,4 @@
-"""Log-probabilities of completions: every prompt computed once for its whole group, or once per completion.
+"""Log-probabilities of completions, every prompt computed once for its group or once per row; and micro-batches.
 
 Shapes: B rows of S prompt and T completion tokens, W of these S + T columns that are not padding in every row; N tokens
 in a stream, C completion tokens in the mask, to be predicted; H the size of a hidden state, V of the vocabulary.
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.transformer import packing
 from grpo_lightning.transformer.attention import Stream, forward
 from grpo_lightning.transformer.lm_head import LMHead, LossGradient, token_logprobs, tokens_per_chunk
 from grpo_lightning.types import Rollout, Sampled
@@ -19,19 +18,8 @@ Chunk = tuple[Tensor, Tensor]
 """The numbers [n] of some tokens in a flattened [B, T], and the logits [n, V] that each is drawn from, in float32."""
 
 
-def positions(attention_mask: Tensor) -> Tensor:
-    """The position [B, W] of every token in its row, counted from its first real one; 0 on padding."""
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
 def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """``Policy.logprobs_and_entropy`` by the model's own forward pass, with all logits at once.
-
-    It works with any causal language model.
-
-    Returns:
-        Log-probabilities [B, T] and entropies [B, T] in nats, 0 where masked; None for entropies that are not wanted.
-    """
+    """``Policy.logprobs_and_entropy`` by the own forward pass of any causal language model, with all logits at once."""
     length = rows.mask.shape[1]
     logits = model_logits(model, rows)
     used = logits.shape[1]
@@ -56,14 +44,14 @@ def model_logits(model: Any, rows: Sampled | Rollout) -> Tensor:
     """
     # Columns that are padding in every row, or behind what is asked for, cost time and change nothing.
     start = rows.ids.shape[1] - rows.mask.shape[1]
-    used = max(1, int(packing.ends(rows.mask).max()))
+    used = max(1, int(completion_ends(rows.mask).max()))
     first, last = int(rows.attention_mask.any(0).nonzero()[0]), start + used
     attention_mask = rows.attention_mask[:, first:last]  # [B, S + T] -> [B, W]
     # One logit more than there are tokens: each is predicted at the place before it.
     logits: Tensor = model(
         input_ids=rows.ids[:, first:last],
         attention_mask=attention_mask.long(),
-        position_ids=positions(attention_mask),
+        position_ids=(attention_mask.long().cumsum(-1) - 1).clamp(min=0),  # 0 on padding
         use_cache=False,
         logits_to_keep=used + 1,
     ).logits  # [B, used + 1, V]
@@ -79,11 +67,7 @@ def shared(
     entropy: bool,
     loss_gradient: LossGradient | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``Policy.logprobs_and_entropy`` with every prompt computed once, no padding, and logits for completions only.
-
-    Returns:
-        Log-probabilities [B, T] and entropies [B, T] in nats, 0 where masked; None for entropies that are not wanted.
-    """
+    """``Policy.logprobs_and_entropy`` with every prompt computed once, no padding, and logits for completions only."""
     length = rows.mask.shape[1]
     start = rows.ids.shape[1] - length
     hidden, numbers = predicting(decoder, rows)
@@ -121,9 +105,9 @@ def predicting(decoder: Any, rows: Sampled | Rollout) -> tuple[Tensor, Tensor]:
     start = rows.ids.shape[1] - length
     # The stream is put together from small pieces, each of which would be a call of its own on a GPU.
     ids, real, mask = rows.ids.cpu(), rows.attention_mask.cpu(), rows.mask.cpu()
-    ends = packing.ends(mask).tolist()
+    ends = completion_ends(mask).tolist()
     groups, order, tokens = [], [], []
-    for members in packing.same_prompts(rows):
+    for members in same_prompts(rows):
         members = [row for row in members if ends[row]]
         if not members:
             continue
@@ -144,46 +128,9 @@ def predicting(decoder: Any, rows: Sampled | Rollout) -> tuple[Tensor, Tensor]:
     predictors, asked = torch.cat(stream.predictors), mask.flatten()[numbers]
     if not asked.all():  # replies are read, not predicted
         numbers, predictors = numbers[asked], predictors[asked]
-    return deterministic_index_select(hidden, predictors), numbers.to(device)  # [N, H] -> [C, H]
-
-
-def deterministic_index_select(hidden: Tensor, places: Tensor) -> Tensor:
-    """The rows [C, H] of ``hidden`` [N, H] at ``places`` [C] (on the CPU), as ``hidden.index_select(0, places)``.
-
-    On a GPU that one's backward pass adds up what belongs to the same row in the order in which threads get there, and
-    so rounds differently each time. Here the second of equal places is added after the first, and so on.
-    """
-    if hidden.device.type == "cpu":
-        return hidden.index_select(0, places)
-    rows: Tensor = _IndexSelect.apply(hidden, places)
-    return rows
-
-
-class _IndexSelect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, places: Tensor) -> Tensor:
-        ctx.size, ctx.places = len(hidden), places
-        return hidden.index_select(0, places.to(hidden.device))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor, None]:
-        gradient = rows.new_zeros(ctx.size, rows.shape[1])
-        for numbers in occurrences(ctx.places):
-            places = ctx.places[numbers].to(rows.device)
-            gradient.index_add_(0, places, rows.index_select(0, numbers.to(rows.device)))
-        return gradient, None
-
-
-def occurrences(places: Tensor) -> list[Tensor]:
-    """The numbers of the places that come for the first time, of those that come for the second, and so on."""
-    if not len(places):
-        return []
-    ordered, order = places.sort(stable=True)
-    starts = torch.searchsorted(ordered, ordered)  # [C] where the run of equal places starts
-    seen = torch.empty_like(order)
-    seen[order] = torch.arange(len(places)) - starts
-    return [(seen == turn).nonzero().flatten() for turn in range(int(seen.max()) + 1)]
+    # On a GPU the backward pass of index_select adds up equal places in any order; that of indexing sorts them first.
+    predicting = hidden.index_select(0, predictors) if device.type == "cpu" else hidden[predictors.to(device)]
+    return predicting, numbers.to(device)  # [N, H] -> [C, H]
 
 
 @torch.no_grad()
@@ -196,22 +143,87 @@ def shared_logits(decoder: Any, head: LMHead, rows: Sampled | Rollout, *, temper
         yield numbers[part], head.logits(hidden[part], head.weight, head.bias, temperature)
 
 
-def separate_logits(model: Any, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-    """The same by the model's own forward pass, which makes the logits of all rows at once."""
-    with torch.no_grad():
-        return logits_in_chunks(model_logits(model, rows), rows, temperature=temperature)
-
-
 @torch.no_grad()
 def logits_in_chunks(logits: Tensor, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-    """A chunk at a time of logits that are there already.
-
-    Args:
-        logits: [B, t, V] of the first t completion tokens, behind which no row has any.
-        rows: Whose they are.
-        temperature: Divides the logits, > 0.
-    """
+    """The same of logits [B, t, V] of the first t completion tokens that are there already; no row has more tokens."""
     length = rows.mask.shape[1]
     tokens = rows.mask.flatten().nonzero().flatten()  # [B, T] -> [B * T] -> [C]
     for numbers in tokens.split(tokens_per_chunk(logits.shape[-1], logits.device)):
         yield numbers, logits[numbers // length, numbers % length].float() / temperature
+
+
+def same_prompts(rows: Sampled | Rollout) -> list[list[int]]:
+    """The numbers of the rows that have the same prompt, by prompt, in order of their first appearance."""
+    start = rows.ids.shape[1] - rows.mask.shape[1]
+    real = rows.attention_mask[:, :start]
+    # What stands where a row is padded says nothing of its prompt, and rows of one prompt may differ in it.
+    ids = rows.ids[:, :start].masked_fill(~real, -1).cpu().numpy()
+    groups: dict[bytes, list[int]] = {}
+    for row, prompt in enumerate(ids):
+        groups.setdefault(prompt.tobytes(), []).append(row)
+    return list(groups.values())
+
+
+def completion_ends(mask: Tensor) -> Tensor:
+    """How many tokens [B] of every completion are read: those up to its last one in the mask [B, T]."""
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask * places).amax(-1)  # [B, T] -> [B]
+
+
+def lengths(rows: Sampled | Rollout) -> tuple[list[int], list[int]]:
+    """How many tokens of every completion are read, and how many every prompt has, without padding."""
+    completions: list[int] = completion_ends(rows.mask).tolist()
+    start = rows.ids.shape[1] - rows.mask.shape[1]
+    prompts: list[int] = rows.attention_mask[:, :start].sum(-1).tolist()
+    return completions, prompts
+
+
+def packed_microbatches(rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
+    """Micro-batches without padding, for a model that computes a prompt once for all rows that share it.
+
+    Groups are taken from the largest to the smallest. A group stays together unless it is larger than the budget of
+    ``tokens`` in one forward pass; a row that is longer goes alone.
+
+    Returns:
+        Disjoint index tensors that together cover all B rows.
+    """
+    completion, prompt = lengths(rows)
+    batches: list[list[int]] = []
+    used = 0
+    groups = sorted(same_prompts(rows), key=lambda group: -prompt[group[0]] - sum(completion[row] for row in group))
+    for group in groups:
+        own = prompt[group[0]]
+        whole = own + sum(completion[row] for row in group)
+        if not batches or used + whole > tokens:
+            batches.append([])
+            used = 0
+        used += own
+        for row in group:
+            # A group that is continued in another micro-batch takes its prompt along.
+            if batches[-1] and used + completion[row] > tokens:
+                batches.append([])
+                used = own
+            batches[-1].append(row)
+            used += completion[row]
+    return [torch.tensor(batch, device=rows.mask.device) for batch in batches]
+
+
+def padded_microbatches(rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
+    """Micro-batches in which every row is padded to the widest prompt and the longest completion.
+
+    Rows are taken from the longest to the shortest, so that little of a micro-batch is padding and the largest one
+    comes first. Otherwise as `packed_microbatches`; padding counts as tokens.
+    """
+    completion, prompt = lengths(rows)
+    batches: list[list[int]] = []
+    order = sorted(range(len(rows)), key=lambda row: (prompt[row] + completion[row], row), reverse=True)
+    widest_prompt = widest_completion = 0
+    for row in order:
+        longest = max(widest_prompt, prompt[row]), max(widest_completion, completion[row])
+        if batches and (len(batches[-1]) + 1) * sum(longest) <= tokens:
+            batches[-1].append(row)
+            widest_prompt, widest_completion = longest
+        else:
+            batches.append([row])
+            widest_prompt, widest_completion = prompt[row], completion[row]
+    return [torch.tensor(batch, device=rows.mask.device) for batch in batches]

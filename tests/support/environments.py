@@ -2,9 +2,7 @@
 
 import ctypes
 import os
-import random
 import signal
-import sys
 import time
 
 from grpo_lightning.environment import BadCall, Environment, Episodes
@@ -69,17 +67,12 @@ def returning(turns, what):
     return {
         "true": True,
         "nan": float("nan"),
-        "huge": 10**400,
         "list": ["text", 0.5],
-        "long": ("text", 0.5, 1),
-        "turned": (0.5, "text"),
         "unscored": ("text", None),
-        "bytes": b"text",
         "int": 2,
         "numpy": np.float32(0.5),
         "numpy_text": np.str_("text"),
         "bad_scored": (BadCall("no such tool"), -0.5),
-        "empty": "",
         "surrogate": "a\ud83d b \udcff",
         "control": "\x00\x1b[2J\u202e\r\n",
         "giant": "x" * 3_000_000,
@@ -90,12 +83,8 @@ def ends_itself(turns, how):
     """Do what a column names."""
     if how == "raise":
         raise KeyError("\x1b[31mred")
-    if how == "exit":
-        sys.exit("leaving")
     if how == "lie":
         return Lying()
-    if how == "deep":
-        return ends_itself(turns, how)
     if how == "hang":
         time.sleep(600)
     if how == "hang_in_c":
@@ -128,13 +117,6 @@ def shop(goal, rng):
     return float(goal in stock)
 
 
-def moody(start):
-    """Reply otherwise every time."""
-    said = yield
-    while said:
-        said = yield str(random.random())
-
-
 def forgetful(start, calls=[]):  # noqa: B006
     """End earlier when it is played again."""
     calls.append(1)
@@ -146,12 +128,6 @@ def forgetful(start, calls=[]):  # noqa: B006
 def hasty(start):
     """Speak first."""
     yield "hello"
-
-
-def pausing(start):
-    """Yield no text."""
-    yield
-    yield None
 
 
 def replying_at_the_end(start):

@@ -42,19 +42,9 @@ def misbehaves(how):
         return len(bytearray(6 * 2**30))
     if how == "lambda":
         return lambda: 0
-    if how == "unpicklable_error":
-        raise Unpicklable("x", 1)
     if how == "print":
         print("text " * 10)
     return how
-
-
-class Unpicklable(Exception):
-    def __init__(self, one, other):
-        super().__init__(one)
-
-    def __str__(self):
-        raise ValueError("not even text")
 
 
 def odd_sleeps(completions, answer):
@@ -66,10 +56,6 @@ def odd_sleeps(completions, answer):
 
 def odd_raises(completions):
     return [1 / len(text) for text in completions]
-
-
-def two_scores(completions):
-    return [1.0, 1.0]
 
 
 def leaves_a_mark(completions, *, directory):

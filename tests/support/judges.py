@@ -18,8 +18,6 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     """Before it answers."""
-    endless: bool = False
-    """Whether the body never ends."""
     hangs_up: bool = False
     """Whether the connection is closed instead of an answer."""
 
@@ -31,14 +29,12 @@ def completion(text):
 class Server:
     """``reply(number, message)`` decides, by how many requests there were before and what was asked."""
 
-    def __init__(self, reply, port=0):
+    def __init__(self, reply):
         self.reply = reply if callable(reply) else lambda number, message: reply
         self.asked: list[dict] = []
         self.headers: list[dict] = []
-        self.times: list[float] = []
-        self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
-        self.http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -53,8 +49,8 @@ class Server:
 
 
 @contextmanager
-def serving(reply, port=0):
-    server = Server(reply, port)
+def serving(reply):
+    server = Server(reply)
     try:
         yield server
     finally:
@@ -71,17 +67,10 @@ def _handler(server):
                 number = len(server.asked)
                 server.asked.append(asked)
                 server.headers.append({name.lower(): value for name, value in self.headers.items()} | {"": self.path})
-                server.times.append(time.monotonic())
-                server.at_once += 1
-                server.most_at_once = max(server.most_at_once, server.at_once)
             try:
                 self.answer(server.reply(number, asked["messages"][0]["content"]))
             except OSError:  # the client has gone
                 self.close_connection = True
-            finally:
-                if server.at_once:
-                    with server.lock:
-                        server.at_once -= 1
 
         def answer(self, reply):
             reply = reply if isinstance(reply, Reply) else Reply(text=str(reply))
@@ -93,12 +82,9 @@ def _handler(server):
             self.send_response(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)
-            if not reply.endless:
-                self.send_header("content-length", str(len(body)))
+            self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
-            while reply.endless:
-                self.wfile.write(b" " * 2**16)
 
         def log_message(self, *_):
             pass

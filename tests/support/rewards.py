@@ -78,11 +78,5 @@ def as_steps(completions):
     return ([(np.int64(1), np.float32(0.25)), (len(text), 0.5)] for text in completions)
 
 
-def as_one_tensor(completions):
-    import torch
-
-    return torch.tensor(0.5)
-
-
 def exits(completions):
     sys.exit("\x1b[2Jno more rewards")

@@ -81,11 +81,6 @@ def finish(answer: int, number: int) -> Over | str:
     return Over(1.0 if answer == number else 0.0) if answer else Over()
 
 
-class Unwritable(Exception):
-    def __str__(self):
-        raise RuntimeError("not even a text")
-
-
 def _recurse(n=0):
     return _recurse(n + 1)
 
@@ -103,7 +98,6 @@ def _raise(error):
 _FAULTS: dict[str, Callable[[], Any]] = {
     "value": lambda: int("no"),
     "exit": lambda: exit(3),
-    "unwritable": lambda: _raise(Unwritable()),
     "recursion": _recurse,
     "memory": lambda: bytearray(2**62),
     "long": lambda: _raise(ValueError("no " * 10_000)),
@@ -123,25 +117,6 @@ def misbehave(how: str) -> Any:
         how: In which way.
     """
     return _FAULTS[how]()
-
-
-def undescribed(a: int, b: int) -> int:
-    """Adds.
-
-    Args:
-        a: The first.
-    """
-    return a + b
-
-
-def unhinted(a, b: int) -> int:
-    """Adds.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
 
 
 class Shelf:
