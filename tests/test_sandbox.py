@@ -76,7 +76,7 @@ class World:
                 one.recv(9)
         assert library("shmget")(SHARED, 0, 0) == -1
         if client._server is not None:
-            assert below(client._server._process.pid) == []
+            assert below(client._server.process.pid) == []
 
     def end(self):
         self.victim.kill()
@@ -281,12 +281,12 @@ def test_honest_programs_run():
 
 def test_the_server_hears_no_signals_of_the_trainer():
     run("", "", LIMITS)
-    server = client._server._process.pid
+    server = client._server.process.pid
     assert os.getsid(server) == server != os.getsid(0)  # so that a terminal's are not sent to it
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(server, number)
     assert run("print(1)", "", LIMITS).stdout == "1\n"
-    assert client._server._process.pid == server
+    assert client._server.process.pid == server
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_a_program_ends_with_the_trainer(tmp_path):
     script = (
         "from grpo_lightning.sandbox import client; from grpo_lightning.sandbox.client import Limits\n"
         "run = lambda text: client.run(text, '', Limits(seconds=99.0, cpu_seconds=99, memory_mb=99))\n"
-        "run(''), print(client._server._process.pid, flush=True), run('while True: pass')\n"
+        "run(''), print(client._server.process.pid, flush=True), run('while True: pass')\n"
     )
     own = os.environ | {"TMPDIR": str(tmp_path)}
     trainer = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True)

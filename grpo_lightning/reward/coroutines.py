@@ -84,7 +84,9 @@ class Calls:
                 failure = Failure("exception", describe_error(error))
             if tried > self._spec.retries:
                 return failure
-            seconds = after + backoff(tried, repr(arguments.get("completions")))
+            # 0.5, 1, 2, … up to 30 s, less up to half of it, drawn from the text of the call.
+            wait_seconds = min(_MAX_WAIT, _FIRST_WAIT * 2.0 ** (tried - 1))
+            seconds = after + wait_seconds * random.Random(f"{tried} {arguments.get('completions')}").uniform(0.5, 1.0)
             if self._name not in _warned:
                 _warned.add(self._name)
                 message = "reward %r: %s; tried again in %.1f s (logged once)"
@@ -146,12 +148,6 @@ class _LoopThread:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(closer(), _CLOSE_SECONDS)
         self.loop.stop()
-
-
-def backoff(tried: int, text: str) -> float:
-    """Seconds before the next try: 0.5, 1, 2, … up to 30, less up to half of it, drawn from the text of the call."""
-    longest = min(_MAX_WAIT, _FIRST_WAIT * 2.0 ** (tried - 1))
-    return longest * random.Random(f"{tried} {text}").uniform(0.5, 1.0)
 
 
 def close() -> None:

@@ -163,7 +163,7 @@ class RewardModel:
         return logits[:, self.label].float()
 
     def reset(self) -> None:
-        """Forget the weights, so that the next call loads those of ``path``."""
+        """Forget the weights: the next call loads those of ``path``."""
         self._weights.loaded = None
 
     @contextmanager

@@ -136,12 +136,12 @@ class _Server:
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
             raise Unavailable(f"the sandbox cannot start: it needs Linux (this is {sys.platform})")
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         options = ["-S", "-s", "-P", "-B", "-X", "utf8"]
         arguments = [str(theirs.fileno()), _PACKAGE, tempfile.gettempdir()]
         libraries = {"LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]} if "LD_LIBRARY_PATH" in os.environ else {}
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, *options, "-c", _START, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -175,7 +175,7 @@ class _Server:
         """Run one program; a ConnectionError, EOFError or TimeoutError says that the server died."""
         with ExitStack() as stack:
             files = [stack.enter_context(_memory_file(content)) for content in (text, stdin, None, None)]
-            socket.send_fds(self._channel, [json.dumps(vars(limits)).encode()], [file.fileno() for file in files])
+            socket.send_fds(self.channel, [json.dumps(vars(limits)).encode()], [file.fileno() for file in files])
             reply = self._reply(time.monotonic() + limits.seconds + _SPARE_SECONDS)
             output = [os.pread(file.fileno(), limits.output_bytes, 0) for file in files[2:]]
         if reply["failed"] is not None:
@@ -185,24 +185,19 @@ class _Server:
 
     def end(self) -> None:
         """End the server, which ends its program and removes its directory."""
-        self._channel.close()
+        self.channel.close()
         try:
-            self._process.wait(timeout=5.0)
+            self.process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def forget(self) -> None:
-        """Close what a forked process has of its parent's server, which would not end before it."""
-        self._channel.close()
-        self._process.returncode = 0  # nothing to wait for here
+            self.process.kill()
+            self.process.wait()
 
     def _reply(self, deadline: float) -> Mapping[str, Any]:
         poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
+        poll.register(self.channel, select.POLLIN)
         if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
             raise TimeoutError("it does not answer")
-        message = self._channel.recv(_MESSAGE)
+        message = self.channel.recv(_MESSAGE)
         if not message:
             raise EOFError("it ended")
         reply: Mapping[str, Any] = json.loads(message)
@@ -227,8 +222,9 @@ def _memory_file(content: bytes | None = None) -> BinaryIO:
 def _forget() -> None:
     global _server, _lock
     _lock = threading.RLock()
-    if _server is not None:
-        _server.forget()
+    if _server is not None:  # the parent's, which would not end before this process has closed it
+        _server.channel.close()
+        _server.process.returncode = 0  # nothing to wait for here
     _server = None
 
 
