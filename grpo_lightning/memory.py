@@ -14,7 +14,7 @@ COPIED = {"cpu": 4 << 20, "cuda": 32 << 20}
 attended to once per group; as soon as so few completions are left that copies for each would be smaller, they are
 copied. Reading is saved against a dozen operations, in whose time a GPU reads more."""
 _CHUNK_BYTES = {"cpu": 64.0 * 2**20, "cuda": float(2**30)}
-"""Bytes of the logits that exist at a time, by device, see `transformer.head`."""
+"""Bytes of the logits that exist at a time, by device, see `transformer.lm_head`."""
 _FIRST_CAPACITY = {"cpu": 64, "cuda": 256}
 """Tokens that a completion's KV cache has room for at first, see the native sampler."""
 
