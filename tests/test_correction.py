@@ -186,13 +186,13 @@ def test_micro_batches_change_nothing(name, on_policy, drawn):
 @pytest.mark.parametrize(("name", "on_policy"), [("token_truncation", True), ("token_mask", False)])
 def test_the_gradient_made_in_the_head_is_that_of_the_long_way(name, on_policy, monkeypatch):
     passes = []
-    plain = lm_head._logit_gradients
+    plain = lm_head._Gradients._logit_gradients
 
     def counting(*arguments):
         passes.append(1)
         return plain(*arguments)
 
-    monkeypatch.setattr(lm_head, "_logit_gradients", counting)
+    monkeypatch.setattr(lm_head._Gradients, "_logit_gradients", counting)
     monkeypatch.setattr(lm_head, "CHUNK", 90 * 11)  # about eleven tokens at a time
     policy, rows = ragged(torch.float32)
     early, _ = updated(policy, rows, TIGHT[name], on_policy=on_policy)

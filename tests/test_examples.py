@@ -36,6 +36,6 @@ def test_the_notebook_learns_resumes_and_generates():
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
-    values = [float(output.data["text/plain"]) for output in outputs if output.output_type == "execute_result"][-1:]
-    assert values[0] > 0.5  # pass@1 of the shipped policy is about .25
+    results = [output.data["text/plain"] for output in outputs if output.output_type == "execute_result"]
+    assert float(results[-1]) > 0.5  # pass@1 of the shipped policy is about .25
     assert "<answer>" in outputs[-1].text
