@@ -149,3 +149,17 @@ def test_every_part_of_the_config_has_a_module_of_its_name():
     parts = {p.name for p in CONF.iterdir() if p.is_dir()}
     for part in parts - {"algorithm", "experiment", "sweep", "debug", "optimizer", "trainer", "correction"}:
         assert (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").exists(), part
+
+
+BUDGETS = {"grpo_lightning": (24_000, 136), "tests": (20_500, 150), "benchmarks": (1_800, 18)}
+"""Folder -> most lines and files of Python. They fall with the code, and are not raised."""
+PAGES = {"README.md": 150, "CHANGELOG.md": 120, "docs/reliability.md": 90}
+
+
+def test_the_code_stays_within_its_budgets():
+    for folder, (lines, files) in BUDGETS.items():
+        paths = [path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts]
+        assert len(paths) <= files, folder
+        assert sum(len(path.read_text().splitlines()) for path in paths) <= lines, folder
+    for page, lines in PAGES.items():
+        assert len((ROOT / page).read_text().splitlines()) <= lines, page
