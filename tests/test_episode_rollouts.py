@@ -65,6 +65,15 @@ def test_scores_stand_at_the_ends_of_their_turns(policy):
     assert metrics["episode/failed"] == metrics["episode/bad_calls"] == 0
 
 
+def test_an_episode_that_the_environment_has_not_ended_is_truncated(policy):
+    sampled = judged(policy, lambda turns: "again", max_turns=1)[0].sampled
+    last = [
+        int(row[counts.nonzero()[-1]]) for row, counts in zip(sampled.ids[:, -sampled.mask.shape[1] :], sampled.mask)
+    ]
+    assert any(token in policy.end_ids for token in last)  # the model has ended its turn, at the limit of turns
+    assert sampled.finished == (False,) * 9
+
+
 def test_rewards_are_told_the_last_turn_and_ask_for_all(policy):
     seen = {}
 
