@@ -178,7 +178,7 @@ def head(small: bool) -> dict[str, Any]:
         states.grad = weight.grad = None
         options: Any = {} if chunk is None else {"chunk": chunk}
         with autocast():
-            logprobs, _ = LMHead(weight, None)(
+            logprobs, _ = LMHead(weight)(
                 states, ids, temperature=1.0, entropy=False, loss_gradient=lambda _, part: slopes[part], **options
             )
         logprobs.backward(slopes)

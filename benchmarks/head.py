@@ -56,7 +56,7 @@ def gradients(form: str, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.
         logprobs, _ = token_logprobs(hidden @ weight.T, ids, 1.0)
     else:
         known = (lambda _, part: slopes[part]) if form == "one pass" else None
-        logprobs, _ = LMHead(weight, None)(hidden, ids, temperature=1.0, entropy=False, loss_gradient=known)
+        logprobs, _ = LMHead(weight)(hidden, ids, temperature=1.0, entropy=False, loss_gradient=known)
     logprobs.backward(slopes)
 
 

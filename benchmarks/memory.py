@@ -21,7 +21,7 @@ from benchmarks.models import QWEN, qwen
 from benchmarks.process import result
 from benchmarks.setting import Setting
 from grpo_lightning import memory
-from grpo_lightning.transformer.size import shape_of
+from grpo_lightning.policy.hf import shape_of
 from grpo_lightning.types import Rollout
 
 MODEL = Setting("memory", prompt=64, cap=64, mean=None, group=4, prompts=2, hidden=768, layers=8, vocabulary=8192)

@@ -209,15 +209,12 @@ def _with_environment(module: Mapping[str, Any], environment: "Environment") -> 
 
 def _check_environment(policy: "Policy", environment: "Environment") -> None:
     """Raise ValueError if a policy cannot read what an environment replies, or is not told of its tools."""
-    replies: Any = getattr(policy, "replies", None)
-    if replies is None:
-        raise ValueError(f"policy={type(policy).__name__}: an environment needs a policy that can read replies")
-    if environment.tools and getattr(policy, "template_kwargs", {}).get("tools") is None:
+    if environment.tools and policy.chat.template_kwargs.get("tools") is None:
         raise ValueError(
             f"policy: environment {environment.name} has tools, which the policy that was given as an object does not "
             "show; give it template_kwargs={'tools': environment.tools}"
         )
-    replies.check(environment.reply_role or getattr(policy, "reply_role", None) or "user")
+    policy.chat.check_replies(environment.reply_role or policy.chat.reply_role)
 
 
 def _with_callbacks(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.policy import Policy
-from grpo_lightning.policy.adapters import is_adapted
+from grpo_lightning.policy.base import is_adapted
 from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load

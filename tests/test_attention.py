@@ -9,7 +9,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
-from grpo_lightning.transformer import attention, kernels
 from grpo_lightning.transformer.attention import Stream, _bounds, _visible_pairs, block_mask, grouped
 
 CPU = torch.device("cpu")
@@ -49,26 +48,16 @@ def tensors(groups, heads, key_heads, width=16):
     return [*made, torch.randn(1, size, heads, width)]
 
 
-@pytest.mark.parametrize("heads, key_heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("heads, key_heads, factor", [(4, 4, 1.0), (6, 2, 1.0), (2, 2, 40.0)])
 @pytest.mark.parametrize("groups", STREAMS.values(), ids=STREAMS.keys())
-def test_values_and_gradients_are_those_of_a_masked_softmax(groups, heads, key_heads):
-    *inputs, slopes = tensors(groups, heads, key_heads)
+def test_values_and_gradients_are_those_of_a_masked_softmax(groups, heads, key_heads, factor):
+    query, key, value, slopes = tensors(groups, heads, key_heads)
+    inputs = [(factor * query).detach().requires_grad_(), key, value]  # with 40, scores far from zero
     found = Stream(groups, CPU).attend(0, *inputs, 0.3)
     expected = masked(*inputs, groups, 0.3)
-    assert_close(found, expected, rtol=0, atol=5e-6)
+    assert_close(found, expected, rtol=0, atol=5e-6 * factor)
     for one, other in zip(torch.autograd.grad(found, inputs, slopes), torch.autograd.grad(expected, inputs, slopes)):
-        assert_close(one, other, rtol=0, atol=2e-5)
-
-
-def test_scores_far_from_zero_do_not_overflow():
-    groups = ((4, (3, 5)), (2, (1,)))
-    *inputs, slopes = tensors(groups, 2, 2)
-    inputs = [(t * factor).detach().requires_grad_() for t, factor in zip(inputs, (40.0, 40.0, 1.0))]
-    found, expected = Stream(groups, CPU).attend(0, *inputs, 1.0), masked(*inputs, groups, 1.0)
-    assert_close(found, expected, rtol=0, atol=1e-4)
-    for one, other in zip(torch.autograd.grad(found, inputs, slopes), torch.autograd.grad(expected, inputs, slopes)):
-        assert one.isfinite().all()
-        assert_close(one, other, rtol=0, atol=2e-2)
+        assert_close(one, other, rtol=0, atol=2e-5 * factor**1.4)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -148,34 +137,3 @@ def test_no_pair_of_tokens_takes_memory():
     assert stream.block_mask.shape[-1] % 128 == 0
     # A byte for every pair would be 4.3 GB; the lists of blocks are 4 times 513 * 513 * 4 bytes.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
-
-
-@pytest.mark.slow
-def test_streams_of_all_lengths_are_one_graph(monkeypatch):
-    graphs, plain = [], torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda function, dynamic, options: plain(
-            function, dynamic=dynamic, backend=lambda graph, inputs: graphs.append(graph) or graph.forward
-        ),
-    )
-    kernels._compiled.cache_clear()
-    compiled = kernels.compiled(attention.flex_attention, dynamic=True, or_plain=False)
-    monkeypatch.setattr(attention, "flex_attention", compiled)
-    draw = random.Random(0)
-    lengths = [(3, (2,)), (100, (28,)), (256, ()), (1, (255,)), (256, (1,))]
-    lengths += [(draw.randint(1, 200), tuple(draw.choices(range(150), k=3))) for _ in range(16)]
-    for group in lengths:
-        query, key, value, _ = (each.detach() for each in tensors((group,), 4, 2))
-        found = Stream((group,), CPU).flex(query, key, value, 0.3)
-        assert_close(found, masked(query, key, value, (group,), 0.3), rtol=0, atol=5e-6)
-        assert len(graphs) == 1
-    # Another model is another graph, and so on: more than torch allows unless asked.
-    for heads in range(1, 10):
-        query, key, value, _ = (each.detach() for each in tensors(((5, (4,)),), heads, heads))
-        Stream(((5, (4,)),), CPU).flex(query, key, value, 0.3)
-    assert len(graphs) > torch._dynamo.config.recompile_limit
-    assert torch._dynamo.config.optimize_ddp
-    torch._dynamo.reset()
-    kernels._compiled.cache_clear()

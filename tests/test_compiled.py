@@ -9,7 +9,7 @@ from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.native import fused_decode, shared_prompt_cache
 from grpo_lightning.sampler.native.shared_prompt_cache import SharedPromptCache
-from grpo_lightning.transformer import kernels, lm_head
+from grpo_lightning.transformer import lm_head
 from grpo_lightning.transformer.lm_head import LMHead
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import write_checkpoint
@@ -28,9 +28,8 @@ def as_if_it_paid(monkeypatch):
     """Everything that a GPU compiles is traced, with keys in one room and masks as a GPU has them."""
     torch._dynamo.reset()
     made = {}
-    monkeypatch.setattr(kernels, "worth_compiling", lambda tensor: True)
     monkeypatch.setattr(lm_head, "worth_compiling", lambda tensor: True)
-    monkeypatch.setattr(kernels, "_compiled", lambda f, dynamic: made.setdefault(f, traced(f, dynamic)))
+    monkeypatch.setattr(lm_head, "_compiled", lambda f, dynamic: made.setdefault(f, traced(f, dynamic)))
     monkeypatch.setattr(fused_decode, "packs", lambda *_: False)
     return made
 
@@ -122,28 +121,24 @@ def test_a_traced_head_has_the_same_gradients(request):
     weight, hidden = torch.randn(500, 32, requires_grad=True), torch.randn(40, 32, requires_grad=True)
     ids, slopes = torch.randint(500, (40,)), torch.randn(40)
 
-    def computed(early, bias=None):
+    def computed(early):
         known = (lambda _, part: slopes[part]) if early else None
-        logprobs, _ = LMHead(weight, bias)(
-            hidden, ids, temperature=0.8, entropy=False, loss_gradient=known, chunk=16 * 500
-        )
+        logprobs, _ = LMHead(weight)(hidden, ids, temperature=0.8, entropy=False, loss_gradient=known, chunk=16 * 500)
         return [logprobs.detach(), *torch.autograd.grad(logprobs, [hidden, weight], slopes)]
 
     expected = {early: computed(early) for early in (True, False)}
-    with_bias = computed(True, torch.randn(500))
     made = request.getfixturevalue("as_if_it_paid")
     for early, other in expected.items():
         for one, two in zip(computed(early), other, strict=True):
             assert_close(one, two, rtol=1e-5, atol=1e-5)
     assert {function.__name__ for function in made} == {"_logsumexp", "_softmax_gradient"}
-    assert len(with_bias) == 3
 
 
 def test_a_traced_head_keeps_small_gradients_in_16_bits(as_if_it_paid):
     # p = 1 - 2^-12 for the chosen token: rounded to 16 bits before 1 is taken away, nothing would be left of it.
     weight = torch.tensor([[0.0], [-8.317522]]).to(torch.bfloat16).requires_grad_()
     hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    logprobs, _ = LMHead(weight, None)(
+    logprobs, _ = LMHead(weight)(
         hidden, torch.tensor([0]), temperature=1.0, entropy=False, loss_gradient=lambda *_: torch.ones(1)
     )
     logprobs.sum().backward()
@@ -157,15 +152,15 @@ def test_without_a_compiler_functions_are_called_as_they_are(monkeypatch, caplog
     def twice(x):
         return 2 * x
 
-    monkeypatch.setattr(kernels, "_NOT_COMPILED", set())
-    monkeypatch.setattr(kernels, "_compiled", lambda function, dynamic: broken)
-    one = kernels.compiled(twice)
+    monkeypatch.setattr(lm_head, "_NOT_COMPILED", set())
+    monkeypatch.setattr(lm_head, "_compiled", lambda function, dynamic: broken)
+    one = lm_head.compiled(twice)
     assert [one(2), one(3)] == [4, 6]
     assert [record.getMessage()[:31] for record in caplog.records] == ["torch cannot compile here, whic"]
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(kernels, "_compiled", lambda function, dynamic: full)
+    monkeypatch.setattr(lm_head, "_compiled", lambda function, dynamic: full)
     with pytest.raises(torch.OutOfMemoryError):
-        kernels.compiled(len)("abc")
+        lm_head.compiled(len)("abc")

@@ -309,7 +309,7 @@ def test_a_plain_module_may_have_a_tokenizer_of_transformers_and_a_reference(che
     assert run.module.train_step(["one", "two"])["policy/kl_divergence"] == 0.0
     assert run.module.train_step(["one", "two"])["policy/kl_divergence"] > 0.0
     assert run.module.reference.model is reference
-    assert run.module.policy.uses_chat_template
+    assert run.module.policy.chat.uses_template
 
 
 def test_a_module_that_gives_something_else_than_logits_is_named():

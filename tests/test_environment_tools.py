@@ -16,13 +16,12 @@ from grpo_lightning.environment import BadCall, Environment, Episodes
 from grpo_lightning.environment.base import StepResult
 from grpo_lightning.environment.python import Python
 from grpo_lightning.environment.tools import Tools
-from grpo_lightning.policy.chat import special_ids
 from grpo_lightning.sandbox import client
 from grpo_lightning.sandbox.client import Unavailable
 from tests.support import toolbox
 from tests.support.composed import settings
 from tests.support.hostile_turns import turns
-from tests.test_chat import made
+from tests.test_chat import made, special_ids
 
 
 def call(name, **arguments):
@@ -233,7 +232,7 @@ def test_no_reply_speaks_for_others(replies, role):
     special = special_ids(template._tokenizer)
 
     def specials(text):
-        return [one for one in template.ids(text, role=role, after=None) if one in special]
+        return [one for one in template.reply(text, role=role, after=None) if one in special]
 
     frame = specials("3")
     assert len(frame) == 4  # the end of the model's turn, a begin and an end, and the begin of its next turn

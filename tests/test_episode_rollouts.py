@@ -184,8 +184,8 @@ def test_a_reply_that_cannot_be_read_fails_its_episode(policy, monkeypatch):
         ids = known(text, **options)
         return [] if text == "strange" else ids
 
-    known = policy.replies.ids
-    monkeypatch.setattr(policy.replies, "ids", read)
+    known = policy.chat.reply
+    monkeypatch.setattr(policy.chat, "reply", read)
     whole, failed = collected(policy, scored_turns), collected(policy, strange)
     rows = [row for row in range(3, 6) if len(whole.scored.sampled.turns[row]) > 1]
     assert 0 < len(rows) < 3

@@ -89,7 +89,7 @@ def test_the_head_in_chunks_equals_all_logits_at_once():
         hidden = torch.randn(37, 64, device=device(), requires_grad=True)
         weight = (0.25 * torch.randn(vocabulary, 64, device=device())).requires_grad_()
         ids, slopes = torch.randint(vocabulary, (37,), device=device()), torch.randn(2, 37, device=device())
-        chunked = LMHead(weight, None)(hidden, ids, temperature=0.7, entropy=entropy, chunk=30 * vocabulary)
+        chunked = LMHead(weight)(hidden, ids, temperature=0.7, entropy=entropy, chunk=30 * vocabulary)
         whole = token_logprobs(hidden @ weight.T, ids, 0.7, entropy_gradient=True)
         kinds = 1 + entropy
         found, expected = (

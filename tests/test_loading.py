@@ -112,6 +112,7 @@ def test_three_steps_of_every_architecture(architecture, chat, tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS * 3))
     overrides = [
         *("policy=hf", f"policy.path={write_checkpoint(tmp_path / 'model', architecture, chat=chat)}"),
+        *([] if chat else ["policy.plain_text=true"]),
         *("data=jsonl", f"data.path={file}", "data.prompts_per_step=2", "data.validation_size=2"),
         *("reward=[exact,custom]", "reward.custom.function._target_=tests.support.rewards.vowels"),
         *("rollout.group_size=3", "rollout.max_new_tokens=8", "validation.samples_per_prompt=2", "validation.ks=[1]"),
@@ -121,7 +122,7 @@ def test_three_steps_of_every_architecture(architecture, chat, tmp_path):
     run.execute()
     module = run.module
     assert module.completed_steps == 3
-    assert module.policy.uses_chat_template == chat
+    assert module.policy.chat.uses_template == chat
     assert module.metrics["policy/kl_divergence"] > 0
     assert 0.99 < module.metrics["policy/ratio_mean"] < 1.01
     start = dict(module.reference.named_parameters())
@@ -252,7 +253,6 @@ def test_a_model_without_an_embedding_for_padding_or_end_is_refused(model):
     words.add_special_tokens({"additional_special_tokens": ["<image>"]})  # as Gemma 3's text models
     policy = HFPolicy(network, words)
     for call in (
-        lambda: policy.tokenize(["an <image> here"]),
         lambda: policy.tokenize_demonstrations(["a"], ["an <image> here"]),
         lambda: policy.tokenize([[3, count]]),
     ):

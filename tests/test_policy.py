@@ -16,8 +16,6 @@ from tests.support.sampling import generate
 
 PROMPTS = ["The meaning of life is", "12 + 34 =", "Corgis are small dogs. The best food in the world"]
 FREE = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
-ENDING = replace(FREE, stop=("a", "e", "i", "o", "n", "t"))
-"""Many completions end early, so that the batch is compacted."""
 
 
 def opened(path, **arguments) -> HFPolicy:
@@ -76,22 +74,6 @@ def test_greedy_decoding_is_that_of_generate_and_an_export_is_the_same_model(any
     assert sampled.ids.tolist() == expected.tolist()
 
 
-def test_every_completion_that_ends_is_reported_once_as_it_is_returned(policy):
-    reported = {}
-
-    def ended(row, text, ids):
-        assert row not in reported
-        reported[row] = (text, ids)
-
-    sampled = generate(policy, PROMPTS, group_size=8, sampling=ENDING, seed=5, on_finished=ended)
-    completions = sampled.ids[:, -sampled.mask.shape[1] :]
-    assert {row for row, finished in enumerate(sampled.finished) if finished} == reported.keys()
-    assert len({len(ids) for _, ids in reported.values()}) > 1  # not all at once
-    for row, (text, ids) in reported.items():
-        assert text == sampled.texts[row]
-        assert ids == completions[row][sampled.mask[row]].tolist()
-
-
 def test_the_token_with_which_a_text_is_reached(policy):
     ids = policy.tokenizer("The answer to all of it: 42, ümlaut", add_special_tokens=False)["input_ids"]
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
@@ -127,19 +109,23 @@ def test_padding_and_other_rows_change_neither_log_probabilities_nor_gradients(a
     assert_close(apart, together, rtol=1e-4, atol=1e-4 * float(together.abs().max()))
 
 
-def test_the_seed_alone_decides_and_global_random_state_is_left_alone(policy):
-    torch.manual_seed(7)
+def test_the_seed_alone_decides_and_not_what_is_sampled_beside_a_completion(policy):
+    sampling, reported = replace(FREE, stop=("a", "e", "n")), {}  # many end early, so that the batch is compacted
     state = torch.get_rng_state()
-    one = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=5)
+    together = generate(
+        policy,
+        PROMPTS,
+        group_size=6,
+        sampling=sampling,
+        seed=5,
+        on_finished=lambda row, *one: reported.update({row: one}),
+    )
     assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(8)
-    assert generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=5).texts == one.texts
-    assert generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=6).texts != one.texts
-
-
-def test_a_completion_does_not_depend_on_what_is_sampled_beside_it(policy):
-    sampling = replace(FREE, stop=("a", "e", "n"))  # many end early, so that the batch is compacted
-    together = generate(policy, PROMPTS, group_size=6, sampling=sampling, seed=5)
+    assert generate(policy, PROMPTS, group_size=6, sampling=sampling, seed=6).texts != together.texts
+    for row, (text, ids) in reported.items():
+        assert text == together.texts[row]
+        assert ids == together.ids[row, -together.mask.shape[1] :][together.mask[row]].tolist()
+    assert {row for row, finished in enumerate(together.finished) if finished} == reported.keys()
     assert len({int(n) for n in together.mask.sum(-1)}) > 2
     apart = [
         generate(policy, [prompt], group_size=6, sampling=sampling, seed=5, first_prompt=number)
@@ -212,25 +198,6 @@ def test_damaged_weights_are_named(checkpoints):
         next(policy.parameters()).fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="not finite"):
         generate(policy, PROMPTS, group_size=1, sampling=FREE, seed=1)
-
-
-def test_prompts_are_rendered_by_the_template(checkpoints):
-    policy = opened(checkpoints["qwen3"], system_prompt="Be brief.", template_kwargs={"enable_thinking": False})
-    assert policy.render("2 + 2?") == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
-    own = [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]
-    assert policy.render(own).startswith("<|im_start|>system\nOwn.<|im_end|>\n<|im_start|>user\nHi")
-    assert "Be brief" not in policy.render(own)
-    assert policy.count_tokens(["2 + 2?"]) == [len(policy.tokenizer(policy.render("2 + 2?"))["input_ids"])]
-
-
-def test_plain_text_prompts(checkpoints):
-    assert opened(checkpoints["gpt2"]).render("Corgis are") == "Corgis are"
-    assert opened(checkpoints["qwen2"], plain_text=True).render("Corgis are") == "Corgis are"
-    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    assert opened(checkpoints["gpt2"], system_prompt="unused").render(chat) == "a\n\nb"
 
 
 def test_user_errors(checkpoints):

@@ -1,10 +1,8 @@
 """The precision of a run that leaves it open: the machine's own."""
 
-import pytest
 import torch
 from lightning import LightningModule
 
-import grpo_lightning as grpo
 from grpo_lightning.distributed import devices
 from grpo_lightning.distributed.devices import default_precision
 from grpo_lightning.module.loop import Loop
@@ -22,15 +20,6 @@ def test_the_precision_that_fits_a_device(monkeypatch):
             monkeypatch.setattr(devices, "has_cuda", lambda has_cuda=has_cuda: has_cuda)
             assert default_precision({"accelerator": accelerator}) == expected
     assert default_precision({}) == "32-true"
-
-
-@pytest.mark.slow
-def test_settings_and_trainer_hold_the_precision_in_use(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # for Lightning
-    monkeypatch.setattr(devices, "has_cuda", lambda: True)
-    for overrides, expected in (([], "bf16-mixed"), (["trainer.precision=32-true"], "32-true")):
-        run = grpo.compose(*overrides, run_dir=tmp_path)
-        assert run.config["trainer"]["precision"] == run.trainer.precision == expected
 
 
 class Doubling(LightningModule):

@@ -154,7 +154,7 @@ def test_replies_are_read_and_not_predicted(policy):
         asked.append((len(hidden), ids.tolist()))
         return path.head(hidden, ids, **settings)
 
-    found = logprobs.shared(path.decoder, head, rows, temperature=1.0, entropy=True, loss_gradient=None)
+    found = SharedPath(path.decoder, head).logprobs_and_entropy(rows, temperature=1.0, entropy=True)
     assert asked == [(int(rows.mask.sum()), rows.ids[:, -rows.mask.shape[1] :][rows.mask].tolist())]
     expected = logprobs.separate(policy.model, rows, temperature=1.0, entropy=True)
     for one, other in zip(found, expected, strict=True):

@@ -192,6 +192,7 @@ RULES: dict[str, Rule] = {
     "policy.dtype": choice(*_DTYPES),
     "policy.quantization": choice("8bit", "4bit", null=True),
     "policy.activation_offload": flag(),
+    "policy.chat_template": Rule(lambda v: isinstance(v, str), "a file with a Jinja template", null=True),
     "policy.system_prompt": Rule(lambda v: isinstance(v, str), "a text", null=True),
     "policy.reply_role": choice(*REPLY_ROLES, null=True),
     "reference.dtype": choice(*_DTYPES, null=True),

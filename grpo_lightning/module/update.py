@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.loss import PolicyLoss, corrections, mismatch
 from grpo_lightning.policy import Policy
-from grpo_lightning.policy.adapters import is_adapted
+from grpo_lightning.policy.base import is_adapted
 from grpo_lightning.types import Rollout
 
 log = logging.getLogger(__name__)

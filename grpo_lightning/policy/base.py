@@ -4,23 +4,38 @@ B = P * G rows, a prompt's rows adjacent; S prompt tokens, T completion tokens, 
 """
 
 import bisect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
-from grpo_lightning.policy.chat import ChatReplies
+from grpo_lightning.policy.chat import ChatTokenizer
 from grpo_lightning.sampler.native.kv_cache import KVCache
 from grpo_lightning.sampler.support import EngineSupport, engine_support
 from grpo_lightning.transformer.lm_head import LossGradient
 from grpo_lightning.transformer.logprobs import Chunk, lengths, padded_microbatches, same_prompts
 from grpo_lightning.types import Message, Prompt, Rollout, Sampled, Sampling
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def is_adapted(model: Any) -> "TypeGuard[PeftModel]":
+    """Whether a model has an adapter of peft's, which is then imported; that takes seconds."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def base_of(model: Any) -> Any:
+    """The model below the adapter, or the model itself where it has none."""
+    return model.get_base_model() if is_adapted(model) else model
 
 
 class Policy(nn.Module, ABC):
@@ -31,14 +46,10 @@ class Policy(nn.Module, ABC):
         end_ids: Token ids that end a completion.
         num_embeddings: How many token ids the model can read; None: not known.
         context: Most tokens of prompt and completion together; None: any number, or not known.
-        system_prompt: Put before every prompt that has no system message; None for none.
-        plain_text: Hand prompts to the tokenizer as they are, although it has a chat template.
-        template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
-        reply_role: Role of an environment's replies unless it names one itself, user or tool; None: user. Unless it is
-            None, the chat template must show such replies.
+        options: Those of `ChatTokenizer`: system_prompt, plain_text, template_kwargs and reply_role.
 
     Raises:
-        ValueError: The model has no embedding for a padding or end token, or the chat template shows no such replies.
+        ValueError: The model has no embedding for a padding or end token; or as `ChatTokenizer`.
     """
 
     idle_device: torch.device | None = None
@@ -51,37 +62,20 @@ class Policy(nn.Module, ABC):
         end_ids: Sequence[int],
         num_embeddings: int | None = None,
         context: int | None = None,
-        system_prompt: str | None = None,
-        plain_text: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        reply_role: str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
-        self.tokenizer = tokenizer
-        self.system_prompt = system_prompt
-        self.uses_chat_template = bool(getattr(tokenizer, "chat_template", None)) and not plain_text
-        self.template_kwargs = dict(template_kwargs or {})
-        self.end_ids = list(end_ids)
+        self.tokenizer, self.end_ids = tokenizer, list(end_ids)
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, *self.end_ids, 0)
         self.pad_id: int = next(number for number in padding if number is not None)
-        self.num_embeddings = num_embeddings
-        self.context = context
-        self.reply_role = reply_role or "user"
-        self.replies = ChatReplies(
-            tokenizer,
-            uses_chat_template=self.uses_chat_template,
-            template_kwargs=self.template_kwargs,
-            system_prompt=system_prompt,
-            end_ids=self.end_ids,
-        )
+        self.num_embeddings, self.context = num_embeddings, context
         for token in (self.pad_id, tokenizer.eos_token_id or 0):
             if num_embeddings is not None and token >= num_embeddings:
                 raise ValueError(
                     f"the model has {num_embeddings} embeddings, the tokenizer pads or ends with the token {token}: it "
                     "belongs to another model, or the model's embeddings must be resized first"
                 )
-        if reply_role is not None:
-            self.replies.check(reply_role)
+        self.chat = ChatTokenizer(tokenizer, end_ids=end_ids, **options)
 
     # Scoring
 
@@ -226,32 +220,13 @@ class Policy(nn.Module, ABC):
     # Text
 
     def render(self, prompt: str | list[Message]) -> str:
-        """The text that the model continues: the chat template's, or the messages' own text where there is none."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(dict, prompt))
-        if self.system_prompt and not any(message["role"] == "system" for message in messages):
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        if not self.uses_chat_template:
-            return "\n\n".join(message["content"] for message in messages)
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
-        )
-        return text
+        """The text that the model continues, see `ChatTokenizer.render`."""
+        return self.chat.render(prompt)
 
     def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Token ids of every prompt; those that are token ids already stay as they are.
-
-        A chat template brings its own special tokens, plain text gets the tokenizer's.
-        """
-        is_text = [isinstance(prompt, str) or not all(isinstance(one, int) for one in prompt) for prompt in prompts]
-        texts = [self.render(cast(Any, prompt)) if text else "" for prompt, text in zip(prompts, is_text, strict=True)]
-        encoded = self.tokenizer(texts, add_special_tokens=not self.uses_chat_template)["input_ids"]
-        tokens: list[list[int]] = [
-            ids if text else list(map(int, cast(Any, prompt)))
-            for prompt, ids, text in zip(prompts, encoded, is_text, strict=True)
-        ]
+        """Token ids of every prompt; those that are token ids already stay as they are."""
+        tokens = self.chat.tokenize(prompts)
         for prompt, ids in zip(prompts, tokens, strict=True):
-            if not ids:
-                raise ValueError(f"a prompt has no tokens: {str(prompt)[:80]!r}")
             self._check_ids(str(prompt), ids)
         return tokens
 
@@ -275,12 +250,12 @@ class Policy(nn.Module, ABC):
             )
 
     def reply_ids(self, text: str, *, after: int | None, role: str | None = None) -> list[int]:
-        """Token ids of an environment's or tool's reply behind the token ``after``, see `ChatReplies.ids`.
+        """Token ids of an environment's or tool's reply behind the token ``after``, see `ChatTokenizer.reply`.
 
         Raises:
             ValueError: The chat template does not show replies as they are, or the model cannot read one.
         """
-        if not (ids := self.replies.ids(text, role=role or self.reply_role, after=after)):
+        if not (ids := self.chat.reply(text, role=role, after=after)):
             raise ValueError(f"the reply {text[:80]!r} has no tokens: the tokenizer cannot express it")
         self._check_ids(text, ids)
         return ids
@@ -294,7 +269,10 @@ class Policy(nn.Module, ABC):
         if (end := self.tokenizer.eos_token_id) is None:
             raise ValueError("module=sft: the tokenizer names no end-of-sequence token to end demonstrations with")
         prompt_ids, prompt_mask = self.pad_left(self.tokenize(prompts))
-        rows = [self.replies.demonstration(one, end=end) for one in completions]
+        rows = [
+            self.chat.demonstration(prompt, completion, end=end)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         length = max(len(tokens) for tokens, _ in rows)
         self.check_context(prompt_ids.shape[1] + length, "the demonstrations")
         ids, is_real = prompt_ids.new_full((len(rows), length), self.pad_id), prompt_mask.new_zeros(len(rows), length)

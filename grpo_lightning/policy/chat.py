@@ -1,19 +1,21 @@
-"""Chat templates in multi-turn rollouts: replies and demonstrations as token ids behind those that were sampled.
+"""A tokenizer with its chat template: prompts, replies of environments and demonstrations as token ids.
 
-What was sampled is never tokenized again: the chat template renders a short probe conversation in which a mark stands
-for the model's turn, and what it puts behind the mark is the reply.
+In rollouts of several turns nothing that was sampled is tokenized again: the chat template renders a short probe
+conversation in which a mark stands for the model's turn, and what it puts behind the mark is the reply.
 """
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.config.rules import REPLY_ROLES, messages_problem
-from grpo_lightning.types import Message
+from grpo_lightning.config.suggestions import nearest
+from grpo_lightning.types import Message, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,10 @@ _REPLY, _NEXT_REPLY = 'qzreply\n"1 < 2"\nqz', "qzlaterqz"
 _THOUGHTS = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 _MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 """How templates mark roles where that is no special token: ``<|user|>``, ``</tool_response>``, ``[/INST]``."""
+_OPENED = re.compile(r"<(\w+)>\s*(</\1>\s*)?\Z")
+"""A tag that a prompt opens for the model, and may close at once: ``<think>``."""
+_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+"""Roles of other formats, such as ShareGPT's -> those that chat templates know."""
 
 
 @dataclass(frozen=True)
@@ -33,64 +39,184 @@ class _Frame:
     tail: str
     forbidden: re.Pattern[str] | None
     """Special tokens' texts and the template's markers of roles, which no reply may hold."""
-    special: tuple[int, ...]
-    """The special token ids of head and tail, in their order."""
 
 
-class ChatReplies:
-    """Replies of environments and tools as token ids.
+class ChatTokenizer:
+    """A tokenizer and its chat template, which needs no weights.
 
     Args:
         tokenizer: Of transformers, or anything that behaves like one.
-        uses_chat_template: Whether prompts go through its chat template; else texts are joined by an empty line.
-        template_kwargs: Further arguments of the chat template.
-        system_prompt: System message of all prompts; replies do not repeat it.
         end_ids: Token ids that end the model's turn.
+        system_prompt: Put before every prompt that has no system message; replies do not repeat it.
+        plain_text: Join texts by an empty line, although there is a chat template.
+        template_kwargs: Further arguments of the chat template, such as ``enable_thinking``.
+        reply_role: Role of an environment's replies unless it names one itself, user or tool; None: user. Unless it is
+            None, the chat template must show such replies.
+
+    Raises:
+        ValueError: The chat template shows no replies of ``reply_role``, or never reads one of ``template_kwargs``.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         *,
-        uses_chat_template: bool,
-        template_kwargs: Mapping[str, Any] | None = None,
-        system_prompt: str | None = None,
         end_ids: Sequence[int] = (),
+        system_prompt: str | None = None,
+        plain_text: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        reply_role: str | None = None,
     ) -> None:
-        self._tokenizer, self._uses_chat_template = tokenizer, uses_chat_template
-        self._kwargs = dict(template_kwargs or {})
+        self.uses_template = bool(getattr(tokenizer, "chat_template", None)) and not plain_text
+        self._is_plain = plain_text
+        self._tokenizer, self.template_kwargs = tokenizer, dict(template_kwargs or {})
         self._opening = [_message("system", system_prompt)] if system_prompt else []
         self._end_ids = frozenset(end_ids)
-        self._special_ids = special_ids(tokenizer) | self._end_ids
+        self._special = _any_of(special_texts(tokenizer))
         self._frames: dict[str, _Frame] = {}
+        self.reply_role = reply_role or "user"
+        if reply_role is not None:
+            self.check_replies(reply_role)
+        words = set(re.findall(r"\w+", str(tokenizer.chat_template))) if self.uses_template else set()
+        for name in set(self.template_kwargs) - words:
+            near = nearest(name, words)
+            hint = f"; it reads {near}" if near else ""
+            raise ValueError(f"policy.template_kwargs.{name}: the chat template never reads it{hint}")
 
-    def ids(self, text: str, *, role: str = "user", after: int | None) -> list[int]:
+    def render(self, prompt: str | list[Message]) -> str:
+        """The text that the model continues: the chat template's, or the messages' own text where there is none.
+
+        A last message of the assistant is not closed: the model continues it.
+
+        Raises:
+            ValueError: The chat template refuses the messages or drops one; or they are several without a template.
+        """
+        messages = self._messages(prompt)
+        if not self.uses_template:
+            if not (isinstance(prompt, str) or len(prompt) == 1 or self._is_plain):
+                raise ValueError(
+                    f"the prompt has {len(prompt)} messages and the tokenizer no chat template to tell their roles: "
+                    "policy.chat_template=FILE gives it one, policy.plain_text=true joins the messages by empty lines"
+                )
+            return "\n\n".join(message["content"] for message in messages)
+        try:
+            text: str = self._apply(messages)
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"the chat template refuses the prompt: {error}{self._cause(messages)}") from error
+        for number, message in enumerate(messages, 1):
+            role, content = message["role"], message["content"].strip()
+            if role in _ROLES and not re.search(f"['\"]{role}['\"]", str(self._tokenizer.chat_template)):
+                raise ValueError(f"message {number} has the role {role!r}; chat templates call it {_ROLES[role]!r}")
+            if role == "assistant":  # whose thoughts many templates drop
+                content = _THOUGHTS.sub("", content).rpartition("</think>")[2].strip()
+            if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+                whose = "policy.system_prompt" if message in self._opening else f"message {number} of the role {role!r}"
+                raise ValueError(f"the chat template drops {whose}: {content[:80]!r}")
+        return text
+
+    def opening(self, prompt: Prompt) -> str:
+        """What a prompt has already written of the model's turn.
+
+        That is a last message of the assistant, or tags that the prompt ends with, such as ``<think>``. Completions
+        begin behind it.
+        """
+        if not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt):
+            return ""
+        messages = self._messages(cast(Any, prompt))
+        if self.uses_template and messages[-1]["role"] == "assistant":
+            return messages[-1]["content"]
+        found = _OPENED.search(self.render(cast(Any, prompt)))
+        return found[0] if found and not (self._special and self._special.search(found[0])) else ""
+
+    def special_text(self, prompt: Prompt) -> str | None:
+        """The first special token that a prompt's own text holds; None: there is none."""
+        if self._special is None or (not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt)):
+            return None
+        texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in cast(Any, prompt)]
+        return next((found[0] for found in map(self._special.search, texts) if found), None)
+
+    def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of every prompt; those that are token ids already stay as they are.
+
+        A chat template brings its own special tokens, and those that a prompt's text names are read as text; plain text
+        gets the tokenizer's, but no end of sequence behind it.
+
+        Raises:
+            ValueError: A prompt has no tokens; or as `render`.
+        """
+        is_text = [isinstance(prompt, str) or not all(isinstance(one, int) for one in prompt) for prompt in prompts]
+        texts = [self.render(cast(Any, prompt)) if text else "" for prompt, text in zip(prompts, is_text, strict=True)]
+        encoded = self._tokenizer(texts, add_special_tokens=not self.uses_template)["input_ids"]
+        tokens = list[list[int]]()
+        for prompt, text, ids, is_words in zip(prompts, texts, encoded, is_text, strict=True):
+            if not is_words:
+                ids = list(map(int, cast(Any, prompt)))
+            elif not self.uses_template:
+                ids = self._without_end(text, ids)
+            elif self.special_text(prompt) and isinstance(self._tokenizer, PreTrainedTokenizerBase):
+                ids = self._apply(
+                    self._messages(cast(Any, prompt)), tokenize=True, return_dict=False, sanitize_control_tokens=True
+                )
+            if not ids:
+                raise ValueError(f"a prompt has no tokens: {str(prompt)[:80]!r}")
+            tokens.append(ids)
+        return tokens
+
+    def _messages(self, prompt: str | list[Message]) -> list[Message]:
+        messages = [_message("user", prompt)] if isinstance(prompt, str) else list(map(dict, prompt))
+        has_system = any(message["role"] == "system" for message in messages)
+        return messages if has_system else self._opening + messages
+
+    def _apply(self, messages: list[Message], *, tokenize: bool = False, **options: Any) -> Any:
+        """The text of messages, or its token ids, up to where the model goes on."""
+        continues = messages[-1]["role"] == "assistant"
+        options |= {"continue_final_message": True} if continues else {"add_generation_prompt": True}
+        return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, **options, **self.template_kwargs)
+
+    def _cause(self, messages: list[Message]) -> str:
+        """What in the settings makes the chat template refuse messages."""
+        if not self._opening or messages[: len(self._opening)] != self._opening:
+            return ""
+        try:
+            self._apply(messages[len(self._opening) :])
+        except Exception:
+            return ""
+        return "; policy.system_prompt=null leaves the system message out"
+
+    def _without_end(self, text: str, ids: list[int]) -> list[int]:
+        """Token ids without an end of sequence that the tokenizer puts behind every text."""
+        end, name = self._tokenizer.eos_token_id, getattr(self._tokenizer, "eos_token", None)
+        is_written = name is not None and text.endswith(name)
+        is_added = len(ids) > 1 and ids[-1] == end and (not is_written or ids[-2] == end)
+        return ids[:-1] if is_added else ids
+
+    def reply(self, text: str, *, role: str | None = None, after: int | None) -> list[int]:
         """The tokens of a reply and of what follows it, up to where the model goes on.
 
         Args:
             text: The reply. A space takes the place of special tokens and role markers that it names.
-            role: Role of the reply, user or tool.
+            role: Role of the reply, user or tool; None: ``reply_role``.
             after: The model's last token; where it is the end of turn that the template writes, it is not repeated.
 
         Raises:
-            ValueError: The chat template does not show such replies, see `check`.
+            ValueError: The chat template does not show such replies, see `check_replies`.
         """
-        frame = self.check(role)
+        role = role or self.reply_role
+        frame = self.check_replies(role)
         text = text.encode(errors="replace").decode()  # halves of surrogate pairs
         text = frame.forbidden.sub(" ", text) if frame.forbidden else text
         ids = self._encode(self._after_turn(text, role))
-        if tuple(one for one in ids if one in self._special_ids) != frame.special:
-            # The tokenizer finds special tokens in another spelling, such as in other Unicode characters.
-            reply = [one for one in self._encode(text) if one not in self._special_ids]
-            ids = [*self._encode(frame.head), *reply, *self._encode(frame.tail)]
         # The reply's own first token is kept even if the model said the same; and the model cannot go on from nothing.
         is_repeated = len(ids) > 1 and ids[0] == after and self._encode(frame.head)[:1] == [after]
         return ids[1:] if is_repeated else ids
 
-    def demonstration(self, completion: str | list[Message], *, end: int) -> tuple[list[int], list[bool]]:
+    def demonstration(
+        self, prompt: Prompt, completion: str | list[Message], *, end: int
+    ) -> tuple[list[int], list[bool]]:
         """A demonstration as token ids, each turn tokenized by itself and ended as the template, or ``end``, ends it.
 
         Args:
+            prompt: What the completion answers.
             completion: A text, or messages in which those of the assistant take turns with replies, and end it.
             end: The end of sequence.
 
@@ -106,19 +232,21 @@ class ChatReplies:
             raise ValueError(f"column 'completion': {problem}")
         if len(completion) > 1:
             # Turns end as the template ends them if that ends sampling, too; otherwise by the end of sequence.
-            first = self.ids("", role=completion[1]["role"], after=None)[:1]
+            first = self.reply("", role=completion[1]["role"], after=None)[:1]
             end = first[0] if first and first[0] in self._end_ids else end
         ids, is_model = list[int](), list[bool]()
+        opening = self.opening(prompt)
         for number, message in enumerate(completion):
             if is_turn := number % 2 == 0:
-                added = [*self._tokenize(message["content"]), end]
+                text = message["content"] if number else _continuation(opening, message["content"])
+                added = [*self._tokenize(text), end]
             else:
-                added = self.ids(message["content"], role=message["role"], after=end)
+                added = self.reply(message["content"], role=message["role"], after=end)
             ids += added
             is_model += [is_turn] * len(added)
         return ids, is_model
 
-    def check(self, role: str) -> "_Frame":
+    def check_replies(self, role: str) -> _Frame:
         """Check that the chat template shows such replies, and leaves everything before them unchanged.
 
         Thoughts (``<think>``) of earlier turns are an exception: many templates drop them, while they stay in what is
@@ -134,19 +262,19 @@ class ChatReplies:
     def _probe(self, role: str) -> _Frame:
         if role not in REPLY_ROLES:
             raise ValueError(f"the role of a reply {role!r}: needs one of {', '.join(REPLY_ROLES)}")
-        tools = [str((tool.get("function") or tool).get("name")) for tool in self._kwargs.get("tools") or ()]
-        if not self._uses_chat_template:
+        tools = [str((tool.get("function") or tool).get("name")) for tool in self.template_kwargs.get("tools") or ()]
+        if not self.uses_template:
             if tools:
                 raise ValueError(
                     f"tools ({', '.join(tools)}) need a policy with a chat template that shows them, and "
                     "policy.plain_text=false; or an environment whose prompts describe them"
                 )
-            return _Frame("\n\n", "", _any_of(special_texts(self._tokenizer)), ())
+            return _Frame("\n\n", "", self._special)
         try:
-            prompt = self._render()
-            once = self._render(_TURN, (role, _REPLY))
-            twice = self._render(_TURN, (role, _REPLY), _NEXT_TURN, (role, _NEXT_REPLY))
-            thinking = self._render(f"<think>\n{_THOUGHT}\n</think>\n\n{_TURN}", (role, _REPLY)).partition(_TURN)[0]
+            prompt = self._probed()
+            once = self._probed(_TURN, (role, _REPLY))
+            twice = self._probed(_TURN, (role, _REPLY), _NEXT_TURN, (role, _NEXT_REPLY))
+            thinking = self._probed(f"<think>\n{_THOUGHT}\n</think>\n\n{_TURN}", (role, _REPLY)).partition(_TURN)[0]
         except Exception as error:  # a template may raise anything
             raise _unsuitable(role, f"refuses such a conversation: {error}") from error
         before, _, behind = once.partition(_TURN)
@@ -175,24 +303,18 @@ class ChatReplies:
                 "the chat template drops thoughts (<think>) of earlier turns; here they stay, as they were sampled"
             )
         markers = _MARKER.findall("\n".join((prompt.partition(_PROMPT)[2], head, tail)))
-        special = [one for text in (head, tail) for one in self._encode(text) if one in self._special_ids]
-        return _Frame(head, tail, _any_of((*special_texts(self._tokenizer), *markers)), tuple(special))
+        return _Frame(head, tail, _any_of((*special_texts(self._tokenizer), *markers)))
 
     def _after_turn(self, text: str, role: str) -> str:
         """What follows the model's turn: its end, the reply, and the beginning of the model's next turn."""
-        if not self._uses_chat_template:
+        if not self.uses_template:
             return f"\n\n{text}"
-        return self._render(_TURN, (role, text)).partition(_TURN)[2]  # of several marks the first is not the reply's
+        return self._probed(_TURN, (role, text)).partition(_TURN)[2]  # of several marks the first is not the reply's
 
-    def _render(self, *turns: str | tuple[str, str]) -> str:
+    def _probed(self, *turns: str | tuple[str, str]) -> str:
         """A conversation: the prompt, the model's turns (texts), and replies (role and text)."""
         messages = [_message("assistant", turn) if isinstance(turn, str) else _message(*turn) for turn in turns]
-        text: str = self._tokenizer.apply_chat_template(
-            [*self._opening, _message("user", _PROMPT), *messages],
-            tokenize=False,
-            add_generation_prompt=True,
-            **self._kwargs,
-        )
+        text: str = self._apply([*self._opening, _message("user", _PROMPT), *messages])
         return text
 
     def _encode(self, text: str) -> list[int]:
@@ -205,7 +327,7 @@ class ChatReplies:
 
     def _tokenize(self, text: str) -> list[int]:
         [ids] = self._tokenizer([text], add_special_tokens=False)["input_ids"]
-        return [int(one) for one in ids]
+        return self._without_end(text, [int(one) for one in ids])
 
 
 def _unsuitable(role: str, problem: str) -> ValueError:
@@ -221,14 +343,6 @@ def special_texts(tokenizer: Any) -> set[str]:
     return {str(token) for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
 
 
-def special_ids(tokenizer: Any) -> frozenset[int]:
-    """The ids of a tokenizer's special tokens, without the one for unknown text, which any text may hold."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    ids = {number for number, token in added if token.special} | set(getattr(tokenizer, "all_special_ids", ()))
-    named = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    return frozenset(one for one in ids | named if one is not None) - {getattr(tokenizer, "unk_token_id", None)}
-
-
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
     """Finds any of some texts, the longest first; None without any."""
     longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
@@ -238,6 +352,13 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
 def _same(one: str, other: str) -> bool:
     """Whether two texts are equal up to thoughts, which templates may drop, and space at their ends."""
     return _THOUGHTS.sub("", one).rstrip() == _THOUGHTS.sub("", other).rstrip()
+
+
+def _continuation(opening: str, text: str) -> str:
+    """A text without what a prompt has already written of it."""
+    if not opening.strip() or not text.lstrip().startswith(opening.strip()):
+        return text
+    return text.lstrip()[len(opening.strip()) :].removeprefix(opening[len(opening.rstrip()) :])
 
 
 def _message(role: str, content: str) -> Message:

@@ -1,31 +1,41 @@
 """Any causal language model of the Hugging Face hub, or a directory in its format, as a policy."""
 
 import copy
+import json
 import logging
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.memory import COPIED, Shape
-from grpo_lightning.policy.adapters import base_of, is_adapted, named_weights, with_adapter
-from grpo_lightning.policy.base import Policy
-from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window, windows
+from grpo_lightning.policy.base import Policy, base_of, is_adapted
+from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window
 from grpo_lightning.sampler.native.kv_cache import DynamicKVCache, KVCache, rows_within
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.lm_head import LossGradient
-from grpo_lightning.transformer.logprobs import Chunk, packed_microbatches, padded_microbatches
-from grpo_lightning.transformer.size import forward_flops, matmul_rate, shape_of
+from grpo_lightning.transformer.logprobs import Chunk, lengths, packed_microbatches, padded_microbatches, same_prompts
 from grpo_lightning.types import Rollout, Sampled, Sampling
 
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
 log = logging.getLogger(__name__)
+_COPY = re.compile(r"\.modules_to_save\.(\w+)\.")
+"""In the name of a weight of which peft trains a copy beside the adapter."""
 
 
 class HFPolicy(Policy):
@@ -87,15 +97,8 @@ class HFPolicy(Policy):
             self.model.train()
 
     def kv_cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int) -> KVCache:
-        # What is read before the first token is drawn must lie inside a sliding window; what is drawn need not.
-        if path := self._shared_path(max(map(len, prompts))):
-            return path.kv_cache(
-                prompts,
-                group_size,
-                longest=longest,
-                fused=self._uses_fused_decode,
-                windows={} if self._reaches(longest) else windows(self.model),
-            )
+        if path := self._shared_path(longest):
+            return path.kv_cache(prompts, group_size, longest=longest, fused=self._uses_fused_decode)
         return DynamicKVCache(self.model, prompts, group_size, longest=longest, pad_id=self.pad_id)
 
     def max_concurrent(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
@@ -108,7 +111,7 @@ class HFPolicy(Policy):
             prompts=len(prompts),
             prompt_tokens=longest - sampling.max_new_tokens,
             completion_tokens=sampling.max_new_tokens,
-            shares_prompts=self._shared_path(max(map(len, prompts))) is not None and self._reaches(longest),
+            shares_prompts=self._shared_path(longest) is not None,
             copies_below=COPIED["cuda" if self.model.device.type == "cuda" else "cpu"],
         )
 
@@ -130,19 +133,34 @@ class HFPolicy(Policy):
 
     @torch.no_grad()
     def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-        path = self._shared_path(rows.ids.shape[1])
-        if path is None:
-            logits = logprobs.model_logits(self.model, rows)
-            return logprobs.logits_in_chunks(logits, rows, temperature=temperature)
-        return logprobs.shared_logits(path.decoder, path.head, rows, temperature=temperature)
+        if path := self._shared_path(rows.ids.shape[1]):
+            return path.logits(rows, temperature=temperature)
+        logits = logprobs.model_logits(self.model, rows)
+        return logprobs.logits_in_chunks(logits, rows, temperature=temperature)
 
     def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
         shares = self.share_prompts and self._reaches(rows.ids.shape[1])
         return packed_microbatches(rows, tokens) if shares else padded_microbatches(rows, tokens)
 
     def flops(self, rows: Sampled | Rollout) -> float:
+        """2 W (S + sum T) + 2 V H sum M for the matrices, and 4 H per layer for every token and one it attends to.
+
+        With W weights in the decoder's matrices (of a mixture of experts all), and M completion tokens in the mask.
+        """
         base = base_of(self.model)
-        return forward_flops(base.get_decoder(), base.config.get_text_config().vocab_size, rows)
+        config = base.config.get_text_config()
+        completions, widths = lengths(rows)
+        tokens = prompts = pairs = 0.0
+        for group in same_prompts(rows):
+            width = widths[group[0]]
+            prompts += width
+            pairs += width * width / 2
+            for row in group:
+                tokens += completions[row]
+                pairs += completions[row] * (width + completions[row] / 2)
+        head = 2.0 * config.vocab_size * config.hidden_size * float(rows.mask.sum())
+        attention = 4.0 * config.hidden_size * config.num_hidden_layers * pairs
+        return float(2.0 * _matrix_weights(base.get_decoder()) * (prompts + tokens) + head + attention)
 
     def flops_per_second(self) -> float:
         hidden = base_of(self.model).config.get_text_config().hidden_size
@@ -161,12 +179,33 @@ class HFPolicy(Policy):
         elif is_adapted(model):
             model = copy.deepcopy(model)
         if is_adapted(model):
-            model = model.merge_and_unload()
-        model.save_pretrained(directory)
+            model = _merge(model)
+        generation = model.generation_config
+        model.generation_config = _valid(generation)
+        try:
+            model.save_pretrained(directory)
+        finally:
+            model.generation_config = generation
         self.tokenizer.save_pretrained(directory)
+        _write_for_transformers_4(directory)
 
+    @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self.model)
+        """Every weight by its name in the model's files, one at a time, adapters merged; a tied one under each name.
+
+        Where weights are sharded, all processes iterate together.
+
+        Raises:
+            ValueError: The adapter is more than a product of two matrices, or weights are quantized.
+        """
+        if any(not weight.is_floating_point() for weight in self.model.parameters()):
+            raise ValueError("policy.quantization: vLLM needs weights that are not quantized")
+        base = base_of(self.model)
+        probe = {"": torch.empty(0)}
+        if getattr(base, "_weight_conversions", None) is None and revert_weight_conversion(base, probe) is probe:
+            yield from _merged(base)
+        else:  # some architectures hold weights otherwise than their files, such as all experts in one tensor
+            yield from revert_weight_conversion(base, dict(_merged(base))).items()
 
     def write_config(self, directory: Path) -> torch.dtype:
         config = copy.deepcopy(base_of(self.model).config)
@@ -191,6 +230,100 @@ class HFPolicy(Policy):
         return longest <= (window(self.model) or longest)
 
 
+def with_adapter(model: Any, adapter: "Mapping[str, Any] | PeftConfig") -> Any:
+    """The model, which may be quantized, with a new adapter: arguments of ``LoraConfig``, or a config of peft's."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training  # which take seconds
+
+    if any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    config: Any = LoraConfig(task_type="CAUSAL_LM", **adapter) if isinstance(adapter, Mapping) else adapter
+    return get_peft_model(model, config)
+
+
+def _merge(model: "PeftModel") -> Any:
+    """The base model with its adapter merged; what is adapted at one end of tied embeddings is no longer tied."""
+    base: Any = model.get_base_model()
+    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    first, last = (getattr(layer, "base_layer", layer) for layer in ends)
+    if (
+        any(layer is not inner for layer, inner in zip(ends, (first, last), strict=True))
+        and last.weight is first.weight
+    ):
+        last.weight = nn.Parameter(last.weight.detach().clone())
+    merged: Any = model.merge_and_unload()
+    is_tied = merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
+    merged.config.tie_word_embeddings = is_tied
+    return merged
+
+
+def _valid(generation: GenerationConfig | None) -> GenerationConfig | None:
+    """A generation config that transformers agrees to save: as it is, for sampling, or with its end tokens alone."""
+    sampling = copy.deepcopy(generation)
+    for candidate in (generation, sampling):
+        try:
+            if candidate is not None:
+                candidate.validate(strict=True)
+            return candidate
+        except ValueError:
+            if sampling is not None:
+                sampling.do_sample = True
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(generation, name) for name in names})
+
+
+def _write_for_transformers_4(directory: Path) -> None:
+    """Add what transformers 4 reads, which else computes with another RoPE base and knows no class of the tokenizer."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    local = rope.get("sliding_attention") or {}  # Gemma 3 has a base for every kind of layer
+    rope = rope.get("full_attention") or rope
+    if "rope_theta" in rope:
+        config.setdefault("rope_theta", rope["rope_theta"])
+        if local:
+            config.setdefault("rope_local_base_freq", local["rope_theta"])
+        if rope.get("rope_type", "default") != "default":
+            config.setdefault("rope_scaling", {name: value for name, value in rope.items() if name != "rope_theta"})
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    path = directory / "tokenizer_config.json"
+    if not path.exists():
+        return
+    words = json.loads(path.read_text(encoding="utf-8"))
+    words = {name: words[name] for name in words if name not in ("backend", "is_local", "local_files_only")}
+    if words.get("tokenizer_class") == "TokenizersBackend":
+        words["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(words.get("extra_special_tokens"), list):
+        words["additional_special_tokens"] = words.pop("extra_special_tokens")
+    path.write_text(json.dumps(words, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _merged(base: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a model below an adapter, merged with it."""
+    for name, layer in base.named_modules():
+        is_adapter = hasattr(layer, "base_layer")
+        if is_adapter and (getattr(layer, "lora_variant", None) or not hasattr(layer, "get_delta_weight")):
+            raise ValueError(
+                f"policy.adapter: {name} has an adapter that is more than a product of two matrices "
+                f"({type(layer).__name__}); vLLM needs plain LoRA adapters"
+            )
+    for name, weight in base.named_parameters(remove_duplicate=False):
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        gathered = _gathered(weight)
+        owner, _, last = name.rpartition(".base_layer.")
+        if owner:
+            layer = base.get_submodule(owner)
+            if last == "weight" and not (layer.merged or layer.disable_adapters):
+                for adapter in layer.active_adapters:
+                    gathered = gathered + _gathered(layer.get_delta_weight(adapter)).to(gathered.dtype)
+            name = f"{owner}.{last}"
+        yield _COPY.sub(".", name), gathered
+
+
+def _gathered(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight.detach()
+
+
 def _switch_off_dropout(model: Any) -> None:
     # What is sampled without dropout has to be trained without it.
     for part in (model.config, *model.modules()):
@@ -209,6 +342,64 @@ def _end_ids(model: Any, tokenizer: Any) -> list[int]:
     if not ids:
         raise ValueError("the model names no end-of-sequence token: set eos_token in its tokenizer")
     return sorted(ids)
+
+
+def _matrix_weights(decoder: Any) -> int:
+    """The number of weights in the decoder's linear layers, an adapter's included."""
+    modules = list(decoder.modules())
+    linear: int = sum(module.in_features * module.out_features for module in modules if isinstance(module, nn.Linear))
+    convolutions = (module for module in modules if type(module).__name__ == "Conv1D")  # GPT-2's linear layers
+    return linear + sum(int(module.weight.numel()) for module in convolutions)
+
+
+def shape_of(model: Any) -> Shape:
+    """The sizes of a transformers causal language model, with or without an adapter; on the meta device, too."""
+    base = base_of(model)
+    config = base.config.get_text_config()
+    sizes = {True: 0, False: 0}  # by whether they are trained
+    for weight in model.parameters():
+        state = getattr(weight, "quant_state", None)  # bitsandbytes packs two 4-bit numbers into one
+        sizes[weight.requires_grad] += int(weight.numel() if state is None else math.prod(state.shape))
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Shape(
+        trained=sizes[True],
+        frozen=sizes[False],
+        body=_matrix_weights(base.get_decoder()),
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        vocabulary=config.vocab_size,
+        keys=width * (getattr(config, "num_key_value_heads", None) or heads),
+    )
+
+
+@cache
+def matmul_rate(hidden: int, *, device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """The best rate of a product of [2048, H] by [H, 4 H], in floating-point operations per second; measured once."""
+    # Not ones, nor zeros: a GPU draws less power for them and runs faster than it ever would.
+    numbers = torch.Generator(device).manual_seed(0)
+    left, right = (
+        torch.randn(shape, device=device, dtype=dtype, generator=numbers)
+        for shape in ((2048, hidden), (hidden, 4 * hidden))
+    )
+    on_gpu = device.type == "cuda"
+    queued = 20 if on_gpu else 1  # so that starting a product is hidden by those before it
+
+    def once() -> float:
+        started = perf_counter()
+        for _ in range(queued):
+            left @ right
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return (perf_counter() - started) / queued
+
+    once()  # it may load libraries
+    # The best of several: whatever else the machine does can only make one slower.
+    best, until = once(), perf_counter() + seconds
+    while perf_counter() < until:
+        best = min(best, once())
+    return 2 * 2048 * hidden * 4 * hidden / best
 
 
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):

@@ -21,8 +21,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_lightning.config.redaction import single_line
 from grpo_lightning.config.rules import local_or_hub
-from grpo_lightning.policy.adapters import with_adapter
-from grpo_lightning.policy.hf import HFPolicy
+from grpo_lightning.policy.chat import ChatTokenizer
+from grpo_lightning.policy.hf import HFPolicy, with_adapter
 
 
 def load(
@@ -34,6 +34,7 @@ def load(
     adapter: Mapping[str, Any] | None = None,
     quantization: str | None = None,
     gradient_checkpointing: bool = False,
+    chat_template: str | None = None,
     key: str = "policy.path",
     **options: Any,
 ) -> HFPolicy:
@@ -48,6 +49,7 @@ def load(
         quantization: 8bit or 4bit (bitsandbytes): frozen weights of a quarter or an eighth of the size, below an
             adapter. null: as they are.
         gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
+        chat_template: File with a Jinja template that takes the place of the tokenizer's. null: as it is.
         key: The setting that errors name.
         options: Those of ``HFPolicy``: system_prompt, plain_text, template_kwargs, reply_role, share_prompts and
             activation_offload, which with ``gradient_checkpointing`` is what lies between the layers.
@@ -67,8 +69,8 @@ def load(
         )
         local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
         quantized["device_map"] = {"": f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"}
+    tokenizer = _read_tokenizer(path, key, trust_remote_code, chat_template)
     with readable_errors(key, path):
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
         model = read_model(
             AutoModelForCausalLM,
             directory,
@@ -82,6 +84,32 @@ def load(
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return HFPolicy(model, tokenizer, **options)
+
+
+def load_chat(
+    path: str,
+    *,
+    trust_remote_code: bool,
+    chat_template: str | None = None,
+    system_prompt: str | None = None,
+    plain_text: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> ChatTokenizer:
+    """The tokenizer of `load` with its chat template, without weights; takes the same arguments."""
+    tokenizer = _read_tokenizer(path, "policy.path", trust_remote_code, chat_template)
+    return ChatTokenizer(tokenizer, system_prompt=system_prompt, plain_text=plain_text, template_kwargs=template_kwargs)
+
+
+def _read_tokenizer(path: str, key: str, trust_remote_code: bool, chat_template: str | None) -> Any:
+    directory = resolve_path(path, key)
+    with readable_errors(key, path):
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        if not (file := Path(chat_template).expanduser()).is_file():
+            raise ValueError(f"policy.chat_template={chat_template!r}: there is no such file")
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    return tokenizer
 
 
 def read_model(kind: Any, path: str, **options: Any) -> Any:

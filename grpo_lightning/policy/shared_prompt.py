@@ -1,21 +1,25 @@
-"""The path through a model on which a group's prompt is computed once, and a check that it computes the same."""
+"""The path through a model on which a group's prompt is computed once, and a check that it computes the same.
+
+Shapes: B rows of S prompt and T completion tokens; N tokens in a stream, C completion tokens in the mask, to be
+predicted; H the size of a hidden state, V of the vocabulary.
+"""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_lightning.policy.adapters import base_of, weight_of
+from grpo_lightning.policy.base import base_of
 from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep, PackedLinear, packs
 from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.sampler.native.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.sampler.native.token_sampling import uniforms
-from grpo_lightning.transformer import logprobs
-from grpo_lightning.transformer.lm_head import LMHead, LossGradient
+from grpo_lightning.transformer.attention import Stream, forward
+from grpo_lightning.transformer.lm_head import LMHead, LossGradient, tokens_per_chunk
+from grpo_lightning.transformer.logprobs import Chunk, completion_ends, same_prompts, separate
 from grpo_lightning.types import Rollout, Sampled, Sampling
 
 log = logging.getLogger(__name__)
@@ -41,46 +45,112 @@ class SharedPath:
         """
         base = base_of(model)
         if (head := LMHead.of(base)) is None:
-            raise CannotShare("its last layer is not a plain linear one")
+            raise CannotShare("its logits are more than a matrix times hidden states")
         return cls(base.get_decoder(), head)
 
     def logprobs_and_entropy(
-        self, rows: Sampled | Rollout, *, temperature: float, entropy: bool, loss_gradient: LossGradient | None
+        self,
+        rows: Sampled | Rollout,
+        *,
+        temperature: float,
+        entropy: bool,
+        loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """``Policy.logprobs_and_entropy`` with every prompt computed once."""
-        return logprobs.shared(
-            self.decoder, self.head, rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
+        """``Policy.logprobs_and_entropy`` with every prompt computed once, and logits for completions only."""
+        start = rows.ids.shape[1] - rows.mask.shape[1]
+        hidden, numbers = self._predicting(rows)
+        zeros = torch.zeros(rows.mask.numel(), device=rows.ids.device)
+        if not len(numbers):
+            # Zeros that depend on all weights: a backward pass gives every weight a gradient of zero, not an error.
+            logprobs, entropies = self.head(
+                hidden, rows.ids[0, start - 1 : start], temperature=temperature, entropy=entropy
+            )
+            nothing = zeros.view_as(rows.mask)  # [B * T] -> [B, T]
+            return nothing + 0.0 * logprobs, None if entropies is None else nothing + 0.0 * entropies
+        logprobs, entropies = self.head(
+            hidden,
+            rows.ids[:, start:].flatten()[numbers],  # [B, T] -> [B * T] -> [C]
+            temperature=temperature,
+            entropy=entropy,
+            loss_gradient=None if loss_gradient is None else lambda values, part: loss_gradient(values, numbers[part]),
+            support=None if rows.support is None else rows.support.of(numbers),
         )
+        outside = ~rows.mask
+
+        def placed(values: Tensor) -> Tensor:
+            # [C] -> [B * T] -> [B, T]
+            return zeros.index_copy(0, numbers, values).view_as(rows.mask).masked_fill(outside, 0.0)
+
+        return placed(logprobs), None if entropies is None else placed(entropies)
+
+    @torch.no_grad()
+    def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
+        """``Policy.logits`` with every prompt computed once."""
+        hidden, numbers = self._predicting(rows)
+        size = tokens_per_chunk(len(self.head.weight), hidden.device)
+        for start in range(0, len(numbers), size):
+            part = slice(start, start + size)
+            yield numbers[part], self.head.logits(hidden[part], self.head.weight, temperature)
+
+    def _predicting(self, rows: Sampled | Rollout) -> tuple[Tensor, Tensor]:
+        """The hidden states [C, H] that tokens are predicted from, and their numbers [C] in a flattened [B, T].
+
+        Where no row has a token, one hidden state [1, H] and no number [0].
+        """
+        length = rows.mask.shape[1]
+        start = rows.ids.shape[1] - length
+        # The stream is put together from small pieces, each of which would be a call of its own on a GPU.
+        ids, real, mask = rows.ids.cpu(), rows.attention_mask.cpu(), rows.mask.cpu()
+        ends = completion_ends(mask).tolist()
+        groups, order, tokens = [], [], []
+        for members in same_prompts(rows):
+            members = [row for row in members if ends[row]]
+            if not members:
+                continue
+            prompt = ids[members[0], :start][real[members[0], :start]]
+            # A completion's last token predicts nothing that is asked for, so it need not be in the stream.
+            groups.append((len(prompt), tuple(ends[row] - 1 for row in members)))
+            tokens += [prompt, *(ids[row, start : start + ends[row] - 1] for row in members)]
+            order += members
+        device = rows.ids.device
+        if not groups:
+            prompt = ids[0, :start][real[0, :start]].to(device)
+            stream = Stream(((len(prompt), ()),), device)
+            hidden = forward(self.decoder, prompt[None], stream.positions, stream)[0]  # [1, S, H] -> [S, H]
+            return hidden[-1:], torch.empty(0, dtype=torch.long, device=device)
+        stream = Stream(tuple(groups), device)
+        # [1, N, H] -> [N, H]
+        hidden = forward(self.decoder, torch.cat(tokens)[None].to(device), stream.positions, stream)[0]
+        numbers = torch.cat([torch.arange(row * length, row * length + ends[row]) for row in order])
+        predictors, asked = torch.cat(stream.predictors), mask.flatten()[numbers]
+        if not asked.all():  # replies are read, not predicted
+            numbers, predictors = numbers[asked], predictors[asked]
+        # On a GPU index_select's backward pass adds up equal places in any order; that of indexing sorts them first.
+        predicting = hidden.index_select(0, predictors) if device.type == "cpu" else hidden[predictors.to(device)]
+        return predicting, numbers.to(device)  # [N, H] -> [C, H]
 
     @torch.no_grad()
     def kv_cache(
-        self,
-        prompts: Sequence[Sequence[int]],
-        group_size: int,
-        *,
-        longest: int,
-        fused: bool,
-        windows: Mapping[int, int],
+        self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, fused: bool
     ) -> SharedPromptCache:
         """``Policy.kv_cache`` with every prompt held once.
 
-        With ``fused``, single tokens go through a `FusedDecodeStep` where the decoder allows one; ``windows`` as
-        `windows` gives them, empty where the attention of all layers reaches all the way.
+        With ``fused``, single tokens go through a `FusedDecodeStep` where the decoder allows one.
         """
-        head, dtype = self.head, compute_dtype(self.decoder)
-        weight, bias = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
-        packed = PackedLinear(weight, bias) if packs(weight.device, dtype) else None
+        dtype = compute_dtype(self.decoder)
+        weight = self.head.weight.to(dtype)
+        packed = PackedLinear(weight, None) if packs(weight.device, dtype) else None
         step = None
         if fused:
             try:
-                step = FusedDecodeStep(self.decoder, dtype, weight_of)
+                step = FusedDecodeStep(self.decoder, dtype)
             except (TypeError, AttributeError) as error:
                 log.debug("no fused decode step: %s", error)
 
         def logits(hidden: Tensor) -> Tensor:
             if packed is None:
-                return head.logits(hidden.to(weight.dtype), weight, bias, 1.0)
-            return head.scaled(packed(hidden.to(dtype)).float(), 1.0)
+                return LMHead.logits(hidden.to(dtype), weight, 1.0)
+            return packed(hidden.to(dtype)).float()
 
         return SharedPromptCache(
             self.decoder,
@@ -89,7 +159,7 @@ class SharedPath:
             group_size,
             longest=longest,
             fused=step,
-            windows=windows,
+            windows={},
             is_static=_is_static(self.decoder),
         )
 
@@ -117,13 +187,6 @@ def window(model: Any) -> int | None:
     return int(size) if size and getattr(config, "use_sliding_window", True) is not False else None
 
 
-def windows(model: Any) -> dict[int, int]:
-    """How many tokens back the attention of each layer reaches, by layer; those that reach all the way are left out."""
-    config, size = model.config.get_text_config(), window(model)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return {} if size is None else {n: size for n, kind in enumerate(kinds) if kind == "sliding_attention"}
-
-
 @torch.no_grad()
 def check(model: Any) -> bool:
     """Compare the shared path with the model's own forward pass, on random tokens and on sampled ones.
@@ -143,13 +206,10 @@ def check(model: Any) -> bool:
     attention[3:, :2] = False
     attention[torch.tensor([0, 1, 1, 4, 4, 4]), torch.tensor([7, 6, 7, 5, 6, 7])] = False
     rows = _rows(ids.to(device), attention.to(device), attention[:, 4:].to(device))
-    expected = logprobs.separate(model, rows, temperature=0.9, entropy=True)
-    with _cannot_share():
-        _compare(model, expected, path.logprobs_and_entropy(rows, temperature=0.9, entropy=True, loss_gradient=None))
 
     def sample(*, fused: bool) -> None:
         drawn = decode(
-            path.kv_cache([ids[0, :4].tolist(), ids[3, 2:4].tolist()], 2, longest=7, fused=fused, windows={}),
+            path.kv_cache([ids[0, :4].tolist(), ids[3, 2:4].tolist()], 2, longest=7, fused=fused),
             uniforms(0, [(0, 0), (0, 1), (1, 0), (1, 1)], 3).to(device),
             sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3),
             end_ids=[],
@@ -158,26 +218,21 @@ def check(model: Any) -> bool:
         prompts = rows[torch.tensor([0, 0, 3, 3], device=device)]
         tokens = torch.cat([prompts.ids[:, :4], drawn.ids], 1)
         sampled = _rows(tokens, torch.cat([prompts.attention_mask[:, :4], drawn.mask], 1), drawn.mask)
-        scored = logprobs.separate(model, sampled, temperature=1.0, entropy=True)
+        scored = separate(model, sampled, temperature=1.0, entropy=True)
         _compare(model, scored, (drawn.logprobs, drawn.entropies))
 
+    expected = separate(model, rows, temperature=0.9, entropy=True)
     try:
-        sample(fused=True)
-    except Exception as error:
-        log.info("no fused decode step for sampling: %s", error)
-        with _cannot_share():
+        _compare(model, expected, path.logprobs_and_entropy(rows, temperature=0.9, entropy=True))
+        try:
+            sample(fused=True)
+        except Exception as error:
+            log.info("no fused decode step for sampling: %s", error)
             sample(fused=False)
-        return False
-    return True
-
-
-@contextmanager
-def _cannot_share() -> Iterator[None]:
-    """Inside, every error is a `CannotShare`."""
-    try:
-        yield
+            return False
     except Exception as error:
         raise CannotShare(f"{type(error).__name__}: {error}") from error
+    return True
 
 
 def _compare(model: Any, expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.sampler.native.token_sampling import MAX_SUPPORT, likeliest_tokens
-from grpo_lightning.transformer.kernels import MIN_LOGPROB
+from grpo_lightning.transformer.lm_head import MIN_LOGPROB
 from grpo_lightning.transformer.logprobs import Chunk
 from grpo_lightning.types import Rollout, Sampled, Sampling, SamplingSupport
 

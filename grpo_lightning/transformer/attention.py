@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_lightning.transformer.kernels import compiled
+from grpo_lightning.transformer.lm_head import compiled
 
 BLOCK = 128
 """Queries, and keys, of a block: FlexAttention's own default."""
@@ -227,13 +227,8 @@ class Stream:
 def block_mask(groups: Groups, device: torch.device) -> BlockMask:
     """The mask in which a prompt attends to itself and a completion to its prompt and to itself, all causally.
 
-    A kernel skips blocks of which no query may see any key, looks at every pair in those that are partly visible, and
-    does not look in those that are wholly visible. Memory and time grow with b times the number of spans; b * b numbers
-    are what a kernel reads.
-
-    Args:
-        groups: Which lie one after another, N tokens in all, a multiple of `BLOCK`.
-        device: Where the attention is computed.
+    The groups lie one after another, N tokens in all, a multiple of `BLOCK`. Memory and time grow with b times the
+    number of spans, not with N * N as those of torch's own ``create_block_mask``.
     """
     bounds, prompts = _bounds(groups)
     size = bounds[-1][1]

@@ -4,27 +4,29 @@ The logits of all tokens together would be the largest tensor of a step by far: 
 ever exists; the backward pass makes them again, or, where the gradient of the loss is known beforehand, the forward
 pass makes the gradient at once.
 
+Tensor cores multiply 16-bit numbers and add up in float32; by default the sums are then rounded to 16 bits, here they
+are not. What is done number by number is compiled on a GPU, which else would read and write all logits several times.
+
 Shapes: N tokens, of which n are in a chunk; H the size of a hidden state, V of the vocabulary; B rows of T completion
 tokens where log-probabilities are numbered.
 """
 
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor
 
-from grpo_lightning.transformer.kernels import (
-    MIN_LOGPROB,
-    add_product,
-    expected,
-    linear,
-    log_sum,
-    softmax_gradient,
-    worth_compiling,
-)
+from grpo_lightning.config.redaction import single_line
 from grpo_lightning.types import OUTSIDE, SamplingSupport
+
+log = logging.getLogger(__name__)
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities [n] of some tokens, their numbers [n] in a flattened [B, T]) -> the loss's gradient there, [n]."""
@@ -36,6 +38,10 @@ CHUNK = 1 << 24
 GPU_CHUNK = 1 << 28
 """The same on a GPU, 1 GiB: for every chunk weights and their gradient are read, which would take longer than products
 with the 110 tokens that `CHUNK` allows at V = 152k."""
+COMPILE_MIN_SIZE = 1 << 22
+"""Numbers from which on compiling pays: it takes seconds, in which small tensors are done without it."""
+MIN_LOGPROB = -1e4
+"""A log-probability below which exp gives 0; a finite stand-in for -inf."""
 
 
 def tokens_per_chunk(vocabulary: int, device: torch.device, chunk: int | None = None) -> int:
@@ -78,29 +84,21 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class LMHead:
-    """A linear layer whose outputs are scaled, bounded and divided by the temperature, as the model does it itself.
-
-    z = scale * (weight h + bias); with a soft-cap c, z = c tanh(z / c) (Gemma 2, arXiv:2408.00118, section 2); the
-    logits are z / temperature.
-    """
+    """A matrix whose products with hidden states, divided by the temperature, are the logits."""
 
     weight: Tensor
     """[V, H]"""
-    bias: Tensor | None
-    """[V]"""
-    scale: float = 1.0
-    softcap: float | None = None
 
     @classmethod
     def of(cls, model: Any) -> "LMHead | None":
-        """The head of a transformers causal language model; None where the last layer is more than a linear one."""
-        layer = model.get_output_embeddings()
+        """The head of a transformers causal language model; None where the last layer is more than a matrix."""
+        layer, config = model.get_output_embeddings(), model.config.get_text_config()
+        scales = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping"))
         # Exactly this type: what inherits from it, such as a quantized layer, computes something else.
-        if type(layer) is not torch.nn.Linear:
-            return None
-        config = model.config.get_text_config()
-        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-        return cls(layer.weight, layer.bias, float(scale), getattr(config, "final_logit_softcapping", None))
+        is_matrix = (
+            type(layer) is torch.nn.Linear and layer.bias is None and all(scale in (None, 1.0) for scale in scales)
+        )
+        return cls(layer.weight) if is_matrix else None
 
     def __call__(
         self,
@@ -133,30 +131,16 @@ class LMHead:
         supports = [None] * len(parts) if support is None else support.split(size)
         early = loss_gradient if torch.is_grad_enabled() and not entropy else None
         chunks = list(zip(parts, supports, strict=True))
-        results: tuple[Tensor, Tensor] = _Logprobs.apply(
-            hidden, self.weight, self.bias, ids, self, temperature, entropy, early, chunks
-        )
+        results: tuple[Tensor, Tensor] = _Logprobs.apply(hidden, self.weight, ids, temperature, entropy, early, chunks)
         return results[0], results[1] if entropy else None
 
-    def logits(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        temperature: float,
-        support: SamplingSupport | None = None,
-    ) -> Tensor:
+    @staticmethod
+    def logits(hidden: Tensor, weight: Tensor, temperature: float, support: SamplingSupport | None = None) -> Tensor:
         """The logits [n, V] of hidden states [n, H], in float32; -inf outside of the sets [n]."""
-        logits = self.scaled(linear(hidden, weight, bias), temperature)
+        logits = linear(hidden, weight)
+        if temperature != 1.0:
+            logits = logits.mul_(1.0 / temperature)
         return logits if support is None else support.restrict_(logits)
-
-    def scaled(self, logits: Tensor, temperature: float) -> Tensor:
-        """The logits that weight h + bias, which is overwritten, becomes by scale, soft-cap and temperature."""
-        if self.softcap is not None:
-            logits = logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / temperature)
-        elif (factor := self.scale / temperature) != 1.0:
-            logits = logits.mul_(factor)
-        return logits
 
 
 class _Logprobs(torch.autograd.Function):
@@ -167,9 +151,7 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         ids: Tensor,
-        head: LMHead,
         temperature: float,
         entropy: bool,
         loss_gradient: ChunkGradient | None,
@@ -177,16 +159,16 @@ class _Logprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
         logprobs = hidden.new_empty(len(ids), dtype=torch.float32)
         entropies = torch.empty_like(logprobs) if entropy else logprobs.new_empty(0)
         # With the gradient of each log-probability at hand, that of hidden states and weights is made while the logits
         # are there: three large products instead of four. At V = 152k that takes 0.62 of the time.
-        early = loss_gradient is not None and any(ctx.needs_input_grad[:3])
+        early = loss_gradient is not None and any(ctx.needs_input_grad[:2])
         dlogprobs = torch.empty_like(logprobs) if early else None
-        gradients = _Gradients(head, hidden, weight, bias, temperature, ctx.needs_input_grad) if early else None
+        gradients = _Gradients(hidden, weight, temperature, ctx.needs_input_grad) if early else None
         for part, support in chunks:
-            logits = head.logits(hidden[part], weight, bias, temperature, support)
+            logits = LMHead.logits(hidden[part], weight, temperature, support)
             chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
             log_total = log_sum(logits)  # [n, 1]
             logprobs[part] = (logits.gather(-1, chosen) - log_total).squeeze(-1)  # [n, V] -> [n, 1] -> [n]
@@ -196,46 +178,37 @@ class _Logprobs(torch.autograd.Function):
                 dlogprobs[part] = loss_gradient(logprobs[part], part)
                 gradients.add(part, logits, log_total, chosen, dlogprobs[part], None)
             del logits  # else two chunks of them would exist while the next ones are made
-        ctx.head, ctx.temperature, ctx.entropy, ctx.chunks = head, temperature, entropy, chunks
+        ctx.temperature, ctx.entropy, ctx.chunks = temperature, entropy, chunks
         ctx.gradients, ctx.dlogprobs = gradients, dlogprobs
-        ctx.save_for_backward(hidden, weight, bias, ids, entropies)
+        ctx.save_for_backward(hidden, weight, ids, entropies)
         return logprobs, entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dlogprobs: Tensor, dentropies: Tensor) -> Any:
-        hidden, weight, bias, ids, entropies = ctx.saved_tensors
+        hidden, weight, ids, entropies = ctx.saved_tensors
         gradients: _Gradients | None = ctx.gradients
         # The precomputed gradients hold if exactly the expected gradient arrives; any other takes the long way.
         if gradients is None or not torch.equal(dlogprobs, ctx.dlogprobs):
-            gradients = _Gradients(ctx.head, hidden, weight, bias, ctx.temperature, ctx.needs_input_grad)
+            gradients = _Gradients(hidden, weight, ctx.temperature, ctx.needs_input_grad)
             for part, support in ctx.chunks:
-                logits = ctx.head.logits(hidden[part], weight, bias, ctx.temperature, support)
+                logits = LMHead.logits(hidden[part], weight, ctx.temperature, support)
                 slopes = (entropies[part], dentropies[part]) if ctx.entropy else None
                 gradients.add(part, logits, log_sum(logits), ids[part].unsqueeze(-1), dlogprobs[part], slopes)
                 del logits  # before the next ones are made
         # Whoever received them may have changed them in place: another backward pass makes its own.
         ctx.gradients = None
-        return gradients.hidden, gradients.weight, gradients.bias, *[None] * 6
+        return gradients.hidden, gradients.weight, *[None] * 5
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias, summed over chunks; None where none is needed."""
+    """The gradients of hidden states and weight, summed over chunks; None where none is needed."""
 
-    def __init__(
-        self,
-        head: LMHead,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        temperature: float,
-        needed: tuple[bool, ...],
-    ) -> None:
-        self._head, self._inputs, self._temperature = head, (hidden, weight), temperature
-        # In float32 whatever the inputs are: a sum over chunks in 16 bits would be rounded once for each.
+    def __init__(self, hidden: Tensor, weight: Tensor, temperature: float, needed: Any) -> None:
+        self._inputs, self._temperature = (hidden, weight), temperature
         self.hidden = torch.empty_like(hidden) if needed[0] else None
+        # In float32 whatever the inputs are: a sum over chunks in 16 bits would be rounded once for each.
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
-        self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
 
     def add(
         self,
@@ -246,52 +219,17 @@ class _Gradients:
         dlogprobs: Tensor,
         entropy: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """Add what the tokens in ``part`` contribute.
-
-        Args:
-            part: Which of the N tokens; n of them.
-            logits: [n, V], overwritten.
-            log_total: [n, 1] their log-sum-exp.
-            chosen: [n, 1] token ids.
-            dlogprobs: [n] the gradient with respect to their log-probabilities.
-            entropy: [n] entropies and the gradient with respect to them; None: not wanted.
-        """
+        """Add what n tokens contribute: logits [n, V], overwritten, log_total and chosen [n, 1], gradients [n]."""
         hidden, weight = self._inputs
-        dlogits, factors = self._logit_gradients(logits, log_total, chosen, dlogprobs, entropy)
-        if self.bias is not None:
-            self.bias.addmv_(dlogits.T, factors)  # [n, V] -> [V, n], times [n] -> [V]
-        dlogits, factors = dlogits.to(weight.dtype), factors.to(weight.dtype).unsqueeze(-1)  # [n, V], [n, 1]
-        # Factors are multiplied with rows of H numbers, not of V, which are many more.
-        if self.hidden is not None:
-            torch.mm(dlogits, weight, out=self.hidden[part])  # [n, V] [V, H] -> [n, H]
-            self.hidden[part] *= factors
-        if self.weight is not None:
-            add_product(self.weight, dlogits.T, hidden[part] * factors)  # [n, V] -> [V, n], times [n, H] -> [V, H]
-
-    def _logit_gradients(
-        self,
-        logits: Tensor,
-        log_total: Tensor,
-        chosen: Tensor,
-        dlogprobs: Tensor,
-        entropy: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The gradient with respect to weight h + bias, as [n, V] and what its rows are to be multiplied by, [n].
-
-        d logprob / d z_j = [j chosen] - p_j,  d entropy / d z_j = -p_j (log p_j + entropy).
-
-        It may overwrite ``logits``, and is float32, or of the weight's dtype where that costs nothing. A factor of a
-        row costs nothing when it is multiplied with its hidden state.
-        """
-        head, factor = self._head, self._head.scale / self._temperature
-        if entropy is None and head.softcap is None and head.bias is None and worth_compiling(logits):
-            return softmax_gradient(logits, log_total, chosen, self._inputs[1].dtype), dlogprobs * -factor
-        # Only the derivative of a soft-cap needs the logits that are about to be overwritten.
-        copy = logits.clone() if head.softcap is not None else None
-        if entropy is None:
+        # d logprob / d z_j = [j chosen] - p_j,  d entropy / d z_j = -p_j (log p_j + entropy); a row's factor is
+        # multiplied with its H numbers in the end, not with V, which are many more.
+        factor = 1.0 / self._temperature
+        factors = dlogprobs * -factor
+        if entropy is None and worth_compiling(logits):
+            dlogits = compiled(_softmax_gradient)(logits, log_total, chosen, weight.dtype)
+        elif entropy is None:
             dlogits = logits.sub_(log_total).exp_()
             dlogits.scatter_add_(-1, chosen, torch.full_like(log_total, -1.0))
-            factors = dlogprobs * -factor
         else:
             logp = logits.sub_(log_total).clamp_(min=MIN_LOGPROB)
             entropies, dentropies = (value.unsqueeze(-1) for value in entropy)  # [n] -> [n, 1]
@@ -299,8 +237,142 @@ class _Gradients:
             dlogits.mul_(logp.exp_())
             dlogits.scatter_add_(-1, chosen, dlogprobs.unsqueeze(-1))
             factors = torch.full_like(dlogprobs, factor)
-        if head.softcap is not None and copy is not None:
-            # z = c tanh(x / c), so dz/dx = 1 - (z / c)^2, which needs no x: it was overwritten.
-            # What is outside of a set is -inf, and 0 * inf is not 0: any number will do for it.
-            dlogits.mul_(copy.mul_(self._temperature / head.softcap).clamp_(min=-2.0).square_().neg_().add_(1.0))
-        return dlogits, factors
+        dlogits, factors = dlogits.to(weight.dtype), factors.to(weight.dtype).unsqueeze(-1)  # [n, V], [n, 1]
+        if self.hidden is not None:
+            torch.mm(dlogits, weight, out=self.hidden[part])  # [n, V] [V, H] -> [n, H]
+            self.hidden[part] *= factors
+        if self.weight is not None:
+            add_product(self.weight, dlogits.T, hidden[part] * factors)  # [n, V] -> [V, n], times [n, H] -> [V, H]
+
+
+def _softmax_gradient(logits: Tensor, log_total: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax of logits [n, V] less 1 for the chosen tokens [n, 1], in ``dtype``."""
+    places = torch.arange(logits.shape[-1], device=logits.device)
+    return ((logits - log_total).exp() - (places == chosen).to(logits.dtype)).to(dtype)
+
+
+def log_sum(logits: Tensor) -> Tensor:
+    """The log-sum-exp [n, 1] of logits [n, V]."""
+    return (compiled(_logsumexp) if worth_compiling(logits) else _logsumexp)(logits)
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1, keepdim=True)
+
+
+def expected(logits: Tensor, log_total: Tensor) -> Tensor:
+    """The mean [n] of the logits [n, V] under their own softmax."""
+    logp = (logits - log_total).clamp_(min=MIN_LOGPROB)
+    return dot(logp.exp(), logp) + log_total.squeeze(-1)
+
+
+def dot(one: Tensor, other: Tensor) -> Tensor:
+    """Sums of products over the last dimension, [..., V] and [..., V] -> [...], in their dtype under autocast, too."""
+    with torch.autocast(one.device.type, enabled=False):  # which would round both, and the sums, to 16 bits
+        sums: Tensor = torch.linalg.vecdot(one, other)
+    return sums
+
+
+@cache
+def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device gives products of 16-bit matrices in float32, tried once; a CPU does not (PyTorch 2.13)."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    one = torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        sums = torch.mm(one, one, out_dtype=torch.float32)
+        torch.addmm(sums, one, one, out_dtype=torch.float32, out=sums)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def linear(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The product of hidden states [n, H] and a weight [V, H], [n, V] in float32.
+
+    Rounded to the dtype of the factors only where the device has no other product.
+    """
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        hidden, weight = (factor.to(torch.get_autocast_dtype(kind)) for factor in (hidden, weight))
+    with torch.autocast(kind, enabled=False):
+        if keeps_sums(hidden.device, weight.dtype):
+            sums: Tensor = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+            return sums
+        return torch.nn.functional.linear(hidden, weight).float()
+
+
+def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add the product of ``one`` [m, n] and ``other`` [n, k] to ``total`` [m, k], which is float32, in place."""
+    if one.dtype == torch.float32:
+        total.addmm_(one, other)
+    elif keeps_sums(one.device, one.dtype):
+        with torch.autocast(one.device.type, enabled=False):
+            torch.addmm(total, one, other, out_dtype=torch.float32, out=total)
+    else:
+        # addmm_ wants one dtype for all: the product is made in 16 bits, its sum over chunks in float32.
+        total += one @ other
+
+
+def worth_compiling(tensor: Tensor) -> bool:
+    """Whether a function of a tensor is to be compiled."""
+    return tensor.device.type == "cuda" and tensor.numel() >= COMPILE_MIN_SIZE
+
+
+def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, or_plain: bool = True) -> Callable[..., Any]:
+    """A function as torch compiles it, once, with the roundings that it has otherwise.
+
+    Args:
+        function: It looks at no value of a tensor.
+        dynamic: Whether sizes may vary from the start; None: those that turn out to.
+        or_plain: Whether to call it uncompiled, with a warning, where torch cannot compile (no C compiler).
+    """
+    made = _compiled(function, dynamic)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if function in _NOT_COMPILED:
+            return function(*args, **kwargs)
+        from torch._dynamo.exc import TorchDynamoException  # which nobody else needs
+
+        with compiling():
+            try:
+                return made(*args, **kwargs)
+            except (TorchDynamoException, RuntimeError) as error:
+                if not or_plain or not (isinstance(error, TorchDynamoException) or "C compiler" in str(error)):
+                    raise
+                log.warning("torch cannot compile here, which makes sampling slower: %s", single_line(str(error)[:300]))
+                _NOT_COMPILED.add(function)
+        return function(*args, **kwargs)
+
+    return call
+
+
+_NOT_COMPILED: set[Callable[..., Any]] = set()
+"""Functions that torch cannot compile on this machine."""
+_local = threading.local()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, torch compiles as these functions want it; around many calls it saves each of them a tenth of a ms."""
+    if getattr(_local, "is_compiling", False):
+        yield
+        return
+    # Under DDP torch cuts a graph where its gradients are exchanged, which these do not need, and older versions
+    # cannot do in FlexAttention (pytorch#137481). The limit leaves room for several models, with and without
+    # gradients. Sizes that are equal by chance, such as 2 key heads and 2 blocks, must not count as one.
+    import torch._dynamo
+
+    settings: Any = torch._dynamo.config
+    shapes: Any = torch.fx.experimental._config
+    with settings.patch(optimize_ddp=False, recompile_limit=64), shapes.patch(use_duck_shape=False):
+        _local.is_compiling = True
+        try:
+            yield
+        finally:
+            _local.is_compiling = False
+
+
+@cache
+def _compiled(function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=dynamic, options={"emulate_precision_casts": True})

@@ -1,7 +1,7 @@
-"""Log-probabilities of completions, every prompt computed once for its group or once per row; and micro-batches.
+"""Log-probabilities of completions by a model's own forward pass; and micro-batches.
 
-Shapes: B rows of S prompt and T completion tokens, W of these S + T columns that are not padding in every row; N tokens
-in a stream, C completion tokens in the mask, to be predicted; H the size of a hidden state, V of the vocabulary.
+Shapes: B rows of S prompt and T completion tokens, W of these S + T columns that are not padding in every row; C
+completion tokens in the mask; V the size of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.transformer.attention import Stream, forward
-from grpo_lightning.transformer.lm_head import LMHead, LossGradient, token_logprobs, tokens_per_chunk
+from grpo_lightning.transformer.lm_head import token_logprobs, tokens_per_chunk
 from grpo_lightning.types import Rollout, Sampled
 
 Chunk = tuple[Tensor, Tensor]
@@ -58,94 +57,9 @@ def model_logits(model: Any, rows: Sampled | Rollout) -> Tensor:
     return logits[:, -used - 1 : -1]
 
 
-def shared(
-    decoder: Any,
-    head: LMHead,
-    rows: Sampled | Rollout,
-    *,
-    temperature: float,
-    entropy: bool,
-    loss_gradient: LossGradient | None,
-) -> tuple[Tensor, Tensor | None]:
-    """``Policy.logprobs_and_entropy`` with every prompt computed once, no padding, and logits for completions only."""
-    length = rows.mask.shape[1]
-    start = rows.ids.shape[1] - length
-    hidden, numbers = predicting(decoder, rows)
-    zeros = torch.zeros(rows.mask.numel(), device=rows.ids.device)
-    if not len(numbers):
-        # Zeros that depend on all weights: a backward pass then gives every weight a gradient of zero, not an error.
-        logprobs, entropies = head(hidden, rows.ids[0, start - 1 : start], temperature=temperature, entropy=entropy)
-        nothing = zeros.view_as(rows.mask)  # [B * T] -> [B, T]
-        return nothing + 0.0 * logprobs, None if entropies is None else nothing + 0.0 * entropies
-    logprobs, entropies = head(
-        hidden,
-        rows.ids[:, start:].flatten()[numbers],  # [B, T] -> [B * T] -> [C]
-        temperature=temperature,
-        entropy=entropy,
-        loss_gradient=None if loss_gradient is None else lambda values, part: loss_gradient(values, numbers[part]),
-        support=None if rows.support is None else rows.support.of(numbers),
-    )
-    outside = ~rows.mask
-
-    def placed(values: Tensor) -> Tensor:
-        # [C] -> [B * T] -> [B, T]
-        return zeros.index_copy(0, numbers, values).view_as(rows.mask).masked_fill(outside, 0.0)
-
-    return placed(logprobs), None if entropies is None else placed(entropies)
-
-
-def predicting(decoder: Any, rows: Sampled | Rollout) -> tuple[Tensor, Tensor]:
-    """The hidden states that completion tokens are predicted from, with every prompt computed once.
-
-    Returns:
-        Hidden states [C, H], and the number [C] of each token in a flattened [B, T]. Where no row has a token, one
-        hidden state [1, H] and no number [0].
-    """
-    length = rows.mask.shape[1]
-    start = rows.ids.shape[1] - length
-    # The stream is put together from small pieces, each of which would be a call of its own on a GPU.
-    ids, real, mask = rows.ids.cpu(), rows.attention_mask.cpu(), rows.mask.cpu()
-    ends = completion_ends(mask).tolist()
-    groups, order, tokens = [], [], []
-    for members in same_prompts(rows):
-        members = [row for row in members if ends[row]]
-        if not members:
-            continue
-        prompt = ids[members[0], :start][real[members[0], :start]]
-        # A completion's last token predicts nothing that is asked for, so it need not be in the stream.
-        groups.append((len(prompt), tuple(ends[row] - 1 for row in members)))
-        tokens += [prompt, *(ids[row, start : start + ends[row] - 1] for row in members)]
-        order += members
-    device = rows.ids.device
-    if not groups:
-        prompt = ids[0, :start][real[0, :start]].to(device)
-        stream = Stream(((len(prompt), ()),), device)
-        hidden = forward(decoder, prompt[None], stream.positions, stream)[0]  # [1, S, H] -> [S, H]
-        return hidden[-1:], torch.empty(0, dtype=torch.long, device=device)
-    stream = Stream(tuple(groups), device)
-    hidden = forward(decoder, torch.cat(tokens)[None].to(device), stream.positions, stream)[0]  # [1, N, H] -> [N, H]
-    numbers = torch.cat([torch.arange(row * length, row * length + ends[row]) for row in order])
-    predictors, asked = torch.cat(stream.predictors), mask.flatten()[numbers]
-    if not asked.all():  # replies are read, not predicted
-        numbers, predictors = numbers[asked], predictors[asked]
-    # On a GPU the backward pass of index_select adds up equal places in any order; that of indexing sorts them first.
-    predicting = hidden.index_select(0, predictors) if device.type == "cpu" else hidden[predictors.to(device)]
-    return predicting, numbers.to(device)  # [N, H] -> [C, H]
-
-
-@torch.no_grad()
-def shared_logits(decoder: Any, head: LMHead, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-    """The logits that every token in the mask is drawn from, a chunk at a time, with every prompt computed once."""
-    hidden, numbers = predicting(decoder, rows)
-    size = tokens_per_chunk(len(head.weight), hidden.device)
-    for start in range(0, len(numbers), size):
-        part = slice(start, start + size)
-        yield numbers[part], head.logits(hidden[part], head.weight, head.bias, temperature)
-
-
 @torch.no_grad()
 def logits_in_chunks(logits: Tensor, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
-    """The same of logits [B, t, V] of the first t completion tokens that are there already; no row has more tokens."""
+    """The logits of every token in the mask, a chunk at a time, out of those [B, t, V] of all t that any row has."""
     length = rows.mask.shape[1]
     tokens = rows.mask.flatten().nonzero().flatten()  # [B, T] -> [B * T] -> [C]
     for numbers in tokens.split(tokens_per_chunk(logits.shape[-1], logits.device)):

@@ -9,6 +9,7 @@ as long as a rollout is being made.
 Shapes: b rows in the batch now; Hq query heads, Hkv key heads, D the size of a head, H that of a hidden state.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.transformer import kernels
+from grpo_lightning.transformer import lm_head
 from grpo_lightning.transformer.attention import Attention
-from grpo_lightning.transformer.kernels import dot
+from grpo_lightning.transformer.lm_head import dot
 
 _ONEDNN_ROWS = 32
 """Rows for which oneDNN chooses the layout of weights; any other number is allowed."""
@@ -78,16 +79,26 @@ def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
     return PackedLinear(weight, bias) if packs(weight.device, dtype) else Linear(weight, bias)
 
 
-def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight [out, in] and bias [out] of a linear layer.
+def linear_weight(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight [out, in] and bias [out] of a linear layer, with a LoRA adapter merged.
 
     Raises:
-        TypeError: It is another layer: what inherits from a linear one, such as an adapter or a quantized layer,
-            computes something else.
+        TypeError: It is another layer: what inherits from a linear one, such as a quantized layer, computes something
+            else; or its adapter is more than a product of two matrices.
     """
-    if type(layer) is not nn.Linear:
+    if type(layer) is nn.Linear:
+        return layer.weight, layer.bias
+    peft = sys.modules.get("peft")  # whoever made an adapter has imported it, which takes seconds
+    if peft is None or type(layer) is not peft.tuners.lora.Linear:
         raise TypeError(f"{type(layer).__name__} is not a plain linear layer")
-    return layer.weight, layer.bias
+    weight, bias = linear_weight(layer.base_layer)
+    if layer.disable_adapters or layer.merged:
+        return weight, bias
+    if layer.lora_variant or any(getattr(part, "bias", None) is not None for part in layer.lora_B.values()):
+        raise TypeError("an adapter that is more than a product of two matrices")
+    for name in layer.active_adapters:
+        weight = weight + layer.get_delta_weight(name).to(weight.dtype)
+    return weight, bias
 
 
 _PARTS = {
@@ -97,8 +108,6 @@ _PARTS = {
 }
 _PROJECTIONS = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 _PROJECTIONS += [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-WeightOf = Callable[[Any], tuple[Tensor, Tensor | None]]
-"""A layer -> its weight [out, in] and bias [out]; raises TypeError where it is not linear."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,6 @@ class FusedDecodeStep:
     Args:
         decoder: The model without its head.
         dtype: Of the products.
-        weight_of: Gives the weights of its linear layers.
 
     Raises:
         TypeError: The decoder is not built so. Whether a decoder that is built so also computes so is for a trial to
@@ -133,12 +141,12 @@ class FusedDecodeStep:
         AttributeError: It lacks a part.
     """
 
-    def __init__(self, decoder: Any, dtype: torch.dtype, weight_of: WeightOf = plain_weight) -> None:
+    def __init__(self, decoder: Any, dtype: torch.dtype) -> None:
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
-        self._layers = [_layer(layer, dtype, weight_of) for layer in decoder.layers]
+        self._layers = [_layer(layer, dtype) for layer in decoder.layers]
         self._qkv, self._mlp = _qkv, _mlp
-        if kernels.worth_compiling(decoder.embed_tokens.weight):
-            self._qkv, self._mlp = kernels.compiled(_qkv), kernels.compiled(_mlp)
+        if lm_head.worth_compiling(decoder.embed_tokens.weight):
+            self._qkv, self._mlp = lm_head.compiled(_qkv), lm_head.compiled(_mlp)
         attention = decoder.layers[0].self_attn
         self._width, self._scale = attention.head_dim, attention.scaling
         self._query_heads = attention.q_proj.out_features // self._width
@@ -191,9 +199,9 @@ def _normalized(x: Tensor, epsilon: float) -> Tensor:
     return x * squares.rsqrt_().unsqueeze(-1)
 
 
-def _layer(layer: Any, dtype: torch.dtype, weight_of: WeightOf) -> _Layer:
+def _layer(layer: Any, dtype: torch.dtype) -> _Layer:
     """The weights of a decoder layer that is built like Llama's; raises as `FusedDecodeStep`."""
-    # What lies inside a projection, such as an adapter, is for ``weight_of`` to judge.
+    # What lies inside a projection, such as an adapter, is for `linear_weight` to judge.
     inside = tuple(f"{name}." for name in _PROJECTIONS)
     parts = {name: part for name, part in layer.named_modules() if not name.startswith(inside)}
     # Whatever else a layer has may take part in the computation, so it is not ignored.
@@ -216,22 +224,22 @@ def _layer(layer: Any, dtype: torch.dtype, weight_of: WeightOf) -> _Layer:
     return _Layer(
         dtype=dtype,
         roped=sum(part.out_features for part in projections[:2]) // attention.head_dim,
-        qkv=_side_by_side(projections[:3], weight_of, folded[0], dtype),
+        qkv=_side_by_side(projections[:3], folded[0], dtype),
         head_norm=head_norm,
-        out=_linear(*weight_of(projections[3]), dtype),
-        gate_up=_side_by_side(projections[4:6], weight_of, folded[1], dtype),
-        down=_linear(*weight_of(projections[6]), dtype),
+        out=_linear(*linear_weight(projections[3]), dtype),
+        gate_up=_side_by_side(projections[4:6], folded[1], dtype),
+        down=_linear(*linear_weight(projections[6]), dtype),
         activation=torch.nn.functional.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
         epsilons=(_epsilon(layer.input_layernorm), _epsilon(layer.post_attention_layernorm)),
         scales=None if dtype == torch.float32 else scales,
     )
 
 
-def _side_by_side(layers: list[Any], weight_of: WeightOf, scale: Tensor | None, dtype: torch.dtype) -> Linear:
+def _side_by_side(layers: list[Any], scale: Tensor | None, dtype: torch.dtype) -> Linear:
     """Linear layers side by side as one, behind a norm that multiplies by ``scale``, if by anything."""
     # One product in place of two or three: with so few rows a step is also limited by the number of its operations.
     # A weight with an adapter merged into it is new memory, so that none of them is held for longer than it is needed.
-    weights, biases = zip(*map(weight_of, layers), strict=True)
+    weights, biases = zip(*map(linear_weight, layers), strict=True)
     weight = torch.cat(weights).to(dtype)
     del weights
     given = [bias for bias in biases if bias is not None]

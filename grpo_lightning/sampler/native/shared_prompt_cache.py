@@ -29,7 +29,7 @@ from grpo_lightning.sampler.native.attention import (
 )
 from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep
 from grpo_lightning.sampler.native.kv_cache import KVCache
-from grpo_lightning.transformer import kernels
+from grpo_lightning.transformer import lm_head
 from grpo_lightning.transformer.attention import Stream, forward
 
 Pair = tuple[Tensor, Tensor]
@@ -78,9 +78,9 @@ class SharedPromptCache(KVCache):
         self._decoder, self._head, self._fused, self._windows = decoder, head, fused, windows
         self._device: torch.device = decoder.device
         self._on_cpu = self._device.type == "cpu"
-        self._compiles = kernels.worth_compiling(decoder.get_input_embeddings().weight)
-        self._store = kernels.compiled(store) if self._compiles else store
-        self._merge = kernels.compiled(merge_attention) if self._compiles else merge_attention
+        self._compiles = lm_head.worth_compiling(decoder.get_input_embeddings().weight)
+        self._store = lm_head.compiled(store) if self._compiles else store
+        self._merge = lm_head.compiled(merge_attention) if self._compiles else merge_attention
         self.version, self.is_static, self.extends = 0, is_static, not windows
         self._num_waiting = len(prompts) * group_size
         """Completions that have not been held yet."""
@@ -276,7 +276,7 @@ class SharedPromptCache(KVCache):
             }
         positions = self._before + self._lengths
         if self._fused:
-            with kernels.compiling() if self._compiles else nullcontext():
+            with lm_head.compiling() if self._compiles else nullcontext():
                 hidden = self._fused(tokens, positions, self)
         else:
             # [b] -> [b, 1] -> hidden [b, 1, H] -> [b, H]

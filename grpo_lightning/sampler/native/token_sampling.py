@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_lightning.transformer import kernels
-from grpo_lightning.transformer.kernels import MIN_LOGPROB, dot
+from grpo_lightning.transformer import lm_head
+from grpo_lightning.transformer.lm_head import MIN_LOGPROB, dot
 from grpo_lightning.types import Sampling
 
 MAX_SUPPORT = 1024
@@ -78,7 +78,7 @@ def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Sample
         uniform: [b] in [0, 1).
     """
     if not sampling.truncated or sampling.temperature == 0:
-        from_all = kernels.compiled(_from_all) if kernels.worth_compiling(logits) else _from_all
+        from_all = lm_head.compiled(_from_all) if lm_head.worth_compiling(logits) else _from_all
         return SampledTokens(*from_all(logits, uniform, sampling.temperature))
     shifted, _, total = _exponentials(logits, sampling.temperature)
     sound = total.isfinite()
