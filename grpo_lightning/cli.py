@@ -4,11 +4,8 @@ import argparse
 import faulthandler
 import gc
 import logging
-import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +19,18 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning import supervisor, sweep
+from grpo_lightning import sweep
 from grpo_lightning.composition import CONF, build_run, config_choices, resolve_config, write_settings
 from grpo_lightning.config import ConfigError, check_config, describe_sizes, targets
-from grpo_lightning.config.redaction import redact, redact_overrides, single_line
+from grpo_lightning.config.redaction import redact, single_line
 from grpo_lightning.config.settings import command_name, format_override
 from grpo_lightning.config.suggestions import explain_compose_error
-from grpo_lightning.console import describe_error, log_line, print_line, start_banner, survive_closed_pipes, utc_now
+from grpo_lightning.console import describe_error, log_line, print_line, start_banner, survive_closed_pipes
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.devices import is_first_process
 
 log = logging.getLogger(__name__)
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + 2, as a shell reports it."""
 _LOG_CLASSES = (
     *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter", "logging.Filter"),
     *("logging.handlers", "colorlog", "grpo_lightning.console"),
@@ -53,7 +48,7 @@ def main() -> None:
         SystemExit: With 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
     """
     survive_closed_pipes()
-    signal.signal(signal.SIGINT, _exit_interrupted)  # what is composed now has nothing to lose, and shows no traceback
+    faulthandler.enable()  # a crash in C code prints where it was
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # rewards of one's own lie there, as beside any script
     asked, unread = get_args_parser().parse_known_args()
@@ -61,29 +56,20 @@ def main() -> None:
         sys.exit(redact(_explain_unread(unread)))
     if asked.config_dir:
         sys.path.append(str(Path(asked.config_dir).absolute()))  # and beside a recipe
-    if not (asked.help or asked.hydra_help or asked.shell_completion or asked.info or asked.experimental_rerun):
-        _check_composition(asked)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 1
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(_run_job)()
+        with signals.exiting():  # until a run listens itself, a signal has nothing to save
+            if not (asked.help or asked.hydra_help or asked.shell_completion or asked.info or asked.experimental_rerun):
+                _check_composition(asked)
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(_run_job)()
         status = 0
-    except KeyboardInterrupt:
-        _exit_interrupted()
     except SystemExit as end:
-        status = supervisor.exit_status(end)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
     finally:
         status = sweep.print_table(status)
     if status:
         sys.exit(status)
-
-
-def _exit_interrupted(*_: object) -> None:
-    """End this process before it has done anything; of several processes the first one says so."""
-    if is_first_process():
-        print_line("interrupted")
-    os._exit(INTERRUPTED)
 
 
 def _explain_unread(unread: Sequence[str]) -> str:
@@ -138,36 +124,29 @@ def _hydra_target_problems(cfg: DictConfig) -> list[str]:
 
 
 def _run_job(cfg: DictConfig) -> float:
-    """One job: its settings are checked, then it runs in a process of its own."""
+    """One job: its settings are checked, and then it runs."""
     hydra_config: Any = HydraConfig.get()
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
     directory = Path(hydra_config.runtime.output_dir)
     words: Any = OmegaConf.to_container(hydra_config.overrides, resolve=False)
     overrides = words["task"]
+    gc.collect()  # what an earlier job of a sweep has left on the device
     try:
         before = sweep.find_job(directory, overrides) if is_sweep and cfg.mode == "fit" else None
         if before and (directory / "checkpoints" / "last.ckpt").exists():
             OmegaConf.update(cfg, "checkpoint", "last")
         config = resolve_config(cfg)
         check_config(config)
-    except Exception as error:
-        if is_sweep:
-            sweep.write_failure(directory, overrides, describe_error(error))
-        return _fail(error, directory, is_sweep)
-    if before and sweep.is_finished(before, config["steps"]):
-        return sweep.skip(before, config["sweep_metric"])
-    if before and before.status != "running":
-        where = "from its last checkpoint" if config["checkpoint"] == "last" else "from its beginning"
-        print_line(f"{directory}: {before.status}, goes on {where}")
-    choices = config_choices(hydra_config.runtime.choices, config)
-    if is_first_process():
-        _print_start(hydra_config, words, choices, config)
-        if cfg.trainer.get("precision") is None and config["trainer"]["precision"] == "bf16-mixed":
-            log_line("trainer.precision=bf16-mixed, the default on a GPU; 32-true computes in float32")
-
-    def execute() -> float:
-        supervisor.record_status(started=utc_now(), choices=choices)
-        _import_run()
+        if before and sweep.is_finished(before, config["steps"]):
+            return sweep.skip(before, config["sweep_metric"])
+        if before and before.status != "running":
+            where = "from its last checkpoint" if config["checkpoint"] == "last" else "from its beginning"
+            print_line(f"{directory}: {before.status}, goes on {where}")
+        choices = config_choices(hydra_config.runtime.choices, config)
+        if is_first_process():
+            _print_start(hydra_config, words, choices, config)
+            if cfg.trainer.get("precision") is None and config["trainer"]["precision"] == "bf16-mixed":
+                log_line("trainer.precision=bf16-mixed, the default on a GPU; 32-true computes in float32")
         named = any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words["hydra"])
         run = build_run(
             cfg,
@@ -178,22 +157,15 @@ def _run_job(cfg: DictConfig) -> float:
             on_start=lambda place: write_settings(cfg, overrides, place, hydra=hydra_config),
         )
         return run.execute()
-
-    if not supervisor.can_supervise():
-        return _execute(execute, directory, is_sweep)
-    if is_sweep and not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
-        _import_run()  # once for all jobs, unless it could set up a GPU's library, which no fork survives
-    try:
-        status, recorded = supervisor.supervise(lambda: _execute(execute, directory, is_sweep=False))
-    except supervisor.Crash as crash:
-        if config["mode"] == "fit":
-            supervisor.write_crash_summary(directory, crash, overrides=redact_overrides(overrides))
-        return _fail(crash, directory, is_sweep)
-    if status == 1 and is_sweep:
-        raise JobFailed(recorded.get("error", "the job failed"))
-    if status:
-        sys.exit(status)
-    return float(recorded.get("value", -sys.float_info.max))
+    except Exception as error:
+        if is_sweep:
+            sweep.write_failure(directory, overrides, describe_error(error))
+        file = directory / "train.log"
+        where = "" if isinstance(error, ConfigError) or not file.exists() else f" (traceback: {file})"
+        log.error("%s%s", describe_error(error), where, exc_info=error)
+        if is_sweep:
+            raise JobFailed(describe_error(error)) from None
+        sys.exit(1)
 
 
 def _print_start(hydra_config: Any, words: Any, choices: dict[str, Any], config: dict[str, Any]) -> None:
@@ -206,37 +178,3 @@ def _print_start(hydra_config: Any, words: Any, choices: dict[str, Any], config:
     defaults = listed.overrides.known_choices | {"logger": choices["logger"]}
     for line in start_banner(config, words["task"], choices, defaults, describe_sizes(config)):
         log_line(line)
-
-
-def _execute(execute: Callable[[], float], directory: Path, is_sweep: bool) -> float:
-    """Execute in this process, and record the result, or what went wrong; after a crash the log file says where."""
-    with suppress(OSError):
-        faulthandler.enable((directory / "train.log").open("a", encoding="utf-8"))
-    try:
-        with signals.exiting():
-            value = execute()
-            supervisor.record_status(value=value)
-            return value
-    except Exception as error:
-        supervisor.record_status(error=describe_error(error))
-        return _fail(error, directory, is_sweep)
-
-
-def _fail(error: Exception, directory: Path, is_sweep: bool) -> float:
-    """Say what went wrong, here in a sentence and in the log file with its traceback, and end the job."""
-    file = directory / "train.log"
-    where = "" if isinstance(error, ConfigError) or not file.exists() else f" (traceback: {file})"
-    log.error("%s%s", describe_error(error), where, exc_info=error)
-    if is_sweep:
-        raise JobFailed(describe_error(error)) from None
-    sys.exit(1)
-
-
-def _import_run() -> None:
-    """Import what a run needs; nothing of it is ever garbage, in which Python would look for some meanwhile."""
-    gc.disable()
-    try:
-        from grpo_lightning import run  # noqa: F401
-    finally:
-        gc.freeze()
-        gc.enable()

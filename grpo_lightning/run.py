@@ -1,6 +1,5 @@
 """One run: from checked settings to a trained, validated or exported policy and a summary of it."""
 
-import gc
 import logging
 import math
 import sys
@@ -36,7 +35,6 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.reward import coroutines
 from grpo_lightning.rollout.scoring import check_columns
-from grpo_lightning.supervisor import record_status
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +87,8 @@ class Run:
     def module(self) -> StepModule:
         """The ``LightningModule``, whose policy knows how long prompts are: those of `data` that fit remain."""
         data = self.data
-        module: StepModule = self.build("module", settings=redact_config(self.written or self.config))
+        facts = {"overrides": redact_overrides(self.overrides), "choices": dict(self.choices)}
+        module: StepModule = self.build("module", settings=redact_config(self.written or self.config) | facts)
         data.follow(lambda: module.completed_steps)
         limit, count_tokens = self.config["data"].get("max_prompt_length"), module.policy.count_tokens
         data.limit_prompts(lambda prompts: [limit is None or length <= limit for length in count_tokens(prompts)])
@@ -183,7 +182,6 @@ class Run:
         except Preempted as error:
             if is_first_process():
                 log.warning("%s", error)
-            gc.freeze()  # Python would look through a million objects, for seconds, before it ends
             # the first process is killed by Lightning when one that it has started ends otherwise than well
             sys.exit(error.exit_status if is_first_process() or is_externally_launched() else 0)
         if is_first_process() and self._summary:
@@ -223,7 +221,6 @@ class Run:
         if mode == "fit":
             steps, seconds, first = resume.recorded_progress(checkpoint, self.directory)
         started, overrides = first or utc_now(), redact_overrides(self.overrides)
-        record_status(seconds_before=seconds, started=started, choices=self.choices, overrides=overrides)
         if is_first_process():
             if mode == "fit":
                 continues = checkpoint is not None and resume.belongs_to(checkpoint, self.directory)

@@ -68,7 +68,6 @@ WITHOUT_TORCH = {
     "reward",
     "sandbox",
     "schedule",
-    "supervisor",
     "sweep",
 }
 """Parts that import no torch, so that worker processes of rewards and a look at settings need none."""

@@ -1,4 +1,4 @@
-"""What a shell shows of real runs: on a terminal, through a pipe, in a sweep, and when the run's process dies."""
+"""What a shell shows of real runs: on a terminal, through a pipe, in a sweep and after a crash."""
 
 import fcntl
 import json
@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,15 +66,11 @@ def summary(directory: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_a_reward_that_crashes_is_named(tmp_path):
+def test_a_crash_in_c_code_says_where_it_was(tmp_path):
     run = start(tmp_path, reward("crash"))
     errors = run.communicate(timeout=300)[1]
-    assert run.returncode == 1
-    assert "reward 'custom' crashed the run in step 1 (SIGSEGV)" in errors
-    found = summary(tmp_path / "run")
-    assert found["status"] == "failed"
-    assert found["error"].startswith("reward 'custom' crashed the run in step 1")
-    assert re.search(r'mine.py", line \d+ in crash', (tmp_path / "run" / "train.log").read_text())
+    assert run.returncode == -signal.SIGSEGV
+    assert re.search(r'mine.py", line \d+ in crash', errors)
 
 
 @pytest.mark.slow
@@ -93,48 +88,13 @@ def test_an_error_leaves_its_sentence_and_its_traceback(tmp_path):
 
 @pytest.mark.slow
 def test_in_a_sweep_the_other_jobs_run(tmp_path):
-    run = start(tmp_path, "-m", reward("crash,mine.leave,mine.ok"), "hydra.sweep.dir=sweep")
+    run = start(tmp_path, "-m", reward("fails,mine.leave,mine.ok"), "hydra.sweep.dir=sweep")
     errors = run.communicate(timeout=300)[1]
     assert run.returncode == 1
-    found = [summary(tmp_path / "sweep" / reward(name)) for name in ("crash", "leave", "ok")]
+    found = [summary(tmp_path / "sweep" / reward(name)) for name in ("fails", "leave", "ok")]
     assert [one["status"] for one in found] == ["failed", "failed", "finished"]
     assert all("reward 'custom'" in one["error"] for one in found[:2])
     assert "Traceback" not in errors
-
-
-def child_of(process: subprocess.Popen[str]) -> int:
-    """The process of the run below the one that was started, once it has saved a checkpoint."""
-    for _ in range(1200):
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):
-                if int(status.read_text().rpartition(")")[2].split()[1]) == process.pid and list(
-                    Path(f"/proc/{process.pid}/cwd").glob("run/checkpoints/last.ckpt")
-                ):
-                    return int(status.parent.name)
-        time.sleep(0.05)
-    raise TimeoutError("no child")
-
-
-@pytest.mark.slow
-def test_a_killed_run_is_told_of_and_outlives_not_what_started_it(tmp_path):
-    (tmp_path / "second").mkdir()
-    run = start(tmp_path, reward("ok"), "steps=100000")
-    os.kill(child_of(run), signal.SIGKILL)
-    errors = run.communicate(timeout=60)[1]
-    assert run.returncode == 1
-    assert "the run was killed (SIGKILL) in step" in errors
-    assert summary(tmp_path / "run")["status"] == "failed"
-    assert "because memory ran out" in summary(tmp_path / "run")["error"]
-
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    run = start(tmp_path / "second", reward("ok"), "steps=100000", **quiet)
-    child = child_of(run)
-    run.kill()
-    run.wait()
-    until = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -6,9 +6,8 @@ from datetime import datetime
 import pytest
 import torch
 
-from grpo_lightning import compose, supervisor
+from grpo_lightning import compose
 from grpo_lightning.module.base import MetricHistory
-from grpo_lightning.supervisor import Crash, record_status, recorded_status, write_crash_summary
 from tests.support.running import SMALL, small_run
 
 MEASURED = ("time/", "perf/")
@@ -74,24 +73,6 @@ def test_a_continued_run_has_the_values_of_an_unbroken_one(tmp_path):
     assert [whole["val/pass@1"][name] for name in ("first_step", "last_step")] == [0, 5]
     last = torch.load(tmp_path / "parts" / "checkpoints" / "last.ckpt", weights_only=True)
     assert summary(tmp_path / "parts")["started"] == last["run"]["started"] == began
-
-
-@pytest.mark.slow
-def test_a_crash_is_summed_up_with_what_was_noted(tmp_path):
-    supervisor.share_status()
-    try:
-        small_run(tmp_path / "run", "steps=2")
-        record_status(long="x" * 100_000, doing='a "quoted" ü', nothing=None)  # more than a page of memory
-        noted = recorded_status()
-        write_crash_summary(tmp_path, Crash("gone"), overrides=["steps=2"])
-    finally:
-        supervisor._page = None
-    assert (len(noted["long"]), noted["doing"], noted["nothing"]) == (100_000, 'a "quoted" ü', None)
-    told, ended = summary(tmp_path), summary(tmp_path / "run")
-    assert list(told) == list(ended)
-    assert (told["status"], told["error"], told["steps"]) == ("failed", "gone", 2)
-    for key in ("metrics", "values", "started", "choices"):
-        assert told[key] == ended[key], key
 
 
 @pytest.mark.slow

@@ -25,12 +25,11 @@ calls = []
 
 
 def vowels(prompts, completions, **columns):
-    """As many calls as Path("calls") says end this process, and what started it, in the third job."""
+    """As many calls as Path("calls") says end this process in the third job."""
     calls.append(1)
     limit, third = Path("limit"), Path("sweep/optimizer.lr=0.001,seed=1/checkpoints/last.ckpt")
     if limit.exists() and third.exists() and len(calls) > int(limit.read_text()):
         limit.unlink()
-        os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     return [sum(text.count(vowel) for vowel in "aeiou") / 10 for text in completions]
 

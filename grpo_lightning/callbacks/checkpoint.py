@@ -12,10 +12,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint import io, rewind
-from grpo_lightning.console import atomic_path
+from grpo_lightning.console import atomic_path, utc_now
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.logger.base import warn_on_failure
-from grpo_lightning.supervisor import recorded_status
 
 
 class RunCheckpoint(Checkpoint):
@@ -42,7 +41,7 @@ class RunCheckpoint(Checkpoint):
         self.best_value = float("-inf")
         self._saved_step: int | None = None
         self._seconds_before = 0.0
-        self._started = time.perf_counter()
+        self._started, self._started_at = time.perf_counter(), utc_now()
         self._bytes = 0
         self._data: dict[str, Any] | None = None
 
@@ -98,7 +97,7 @@ class RunCheckpoint(Checkpoint):
             "config": module.settings,
             "best": self.best_value,
             "events": rewind.event_lengths(self.events_directory),
-            "started": recorded_status().get("started"),
+            "started": self._started_at,
             "seconds": self._seconds_before + time.perf_counter() - self._started,
             "data": self._data,
         }
@@ -106,6 +105,7 @@ class RunCheckpoint(Checkpoint):
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.best_value = checkpoint["run"]["best"]
         self._seconds_before = checkpoint["run"].get("seconds", 0.0)
+        self._started_at = checkpoint["run"].get("started") or self._started_at
         self._saved_step = checkpoint["step"]["completed"]
 
     def _save(self, trainer: Trainer) -> None:

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from grpo_lightning.config.redaction import single_line
 from grpo_lightning.console import WIDTH, drop_leading_zero, format_number, log_line, metric_label
-from grpo_lightning.supervisor import record_status
 
 _MAX_NAME = 24
 """Characters of a metric's name on a line; the name of a user's reward may be longer."""
@@ -35,7 +34,6 @@ class RunProgress(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         self._started = time.perf_counter()
-        self._record(module)
         if trainer.is_global_zero and sys.stderr.isatty():
             self._bar = progress_bar(module, trainer, Console(stderr=True))
             self._bar.start()
@@ -43,7 +41,6 @@ class RunProgress(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         step: int = module.completed_steps
-        self._record(module)
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         elif step % self.every == 0 and step != module.steps and step % module.validation.every:
@@ -52,8 +49,6 @@ class RunProgress(Callback):
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if module.validated_at != module.completed_steps:
             return
-        if trainer.state.fn == "fit":
-            self._record(module)
         if self._bar is None:
             self._print(trainer, module)
 
@@ -62,11 +57,6 @@ class RunProgress(Callback):
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         self._stop()
-
-    def _record(self, module: Any) -> None:
-        """Record the state, for the summary of a run that crashes."""
-        seconds = round(time.perf_counter() - self._started, 3)
-        record_status(step=module.completed_steps, seconds=seconds, metrics=module.metrics, values=module.summary())
 
     def _print(self, trainer: Trainer, module: Any) -> None:
         if trainer.is_global_zero:

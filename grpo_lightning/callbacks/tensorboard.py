@@ -9,7 +9,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning.config.settings import value_at
 from grpo_lightning.logger.base import warn_on_failure
-from grpo_lightning.supervisor import recorded_status
 
 CHARTS = {
     "Progress": {
@@ -87,11 +86,12 @@ class HParams(Callback):
         from torch.utils.tensorboard.summary import hparams
 
         settings: Mapping[str, Any] = module.settings  # type: ignore[assignment]
-        run = recorded_status()
         for logger in trainer.loggers if trainer.is_global_zero else ():
             with warn_on_failure(logger):
                 if isinstance(logger, TensorBoardLogger):
-                    shown = hparams_columns(settings, run.get("overrides", ()), run.get("choices", {}), self.parts)
+                    shown = hparams_columns(
+                        settings, settings.get("overrides", ()), settings.get("choices", {}), self.parts
+                    )
                     # Lightning's log_hyperparams would also write a value of each metric, which has none yet; the
                     # third summary would say that the run has succeeded.
                     for summary in hparams(shown, dict.fromkeys(self.metrics))[:2]:

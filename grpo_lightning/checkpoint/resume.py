@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _MAY_CHANGE = {
     *("run_dir", "checkpoint", "steps", "callbacks", "logger", "mode", "tags", "task_name", "preflight", "trusted"),
-    *("plugins", "default_root_dir"),
+    *("plugins", "default_root_dir", "overrides", "choices"),
 }
 """Names in the keys of settings that may change when a run continues."""
 _COPIES = {"data.validate_every", "data.tries"}

@@ -11,7 +11,6 @@ from grpo_lightning.distributed import signals
 from grpo_lightning.environment.base import Environment, EpisodeError, StepResult, check_columns
 from grpo_lightning.reward import workers
 from grpo_lightning.reward.spec import describe_error
-from grpo_lightning.supervisor import doing
 
 if TYPE_CHECKING:  # batch imports torch, which worker processes can do without
     from grpo_lightning.types import Prompt
@@ -167,11 +166,10 @@ class Episodes:
     def _call_here(self, row: int) -> StepResult | workers.Failure:
         """Call the function in this process."""
         result: StepResult | workers.Failure
-        with doing(f"environment {self._environment.name}"):
-            try:
-                result = self._environment(**self._arguments(row))
-            except (Exception, SystemExit) as error:
-                result = workers.Failure("exception", describe_error(error))
+        try:
+            result = self._environment(**self._arguments(row))
+        except (Exception, SystemExit) as error:
+            result = workers.Failure("exception", describe_error(error))
         signals.current().check()  # a signal may have come while the environment took long
         return result
 

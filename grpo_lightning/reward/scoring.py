@@ -18,7 +18,6 @@ from grpo_lightning.reward.spec import (
     scalar,
     to_plain,
 )
-from grpo_lightning.supervisor import doing
 
 if TYPE_CHECKING:  # types imports torch, which worker processes can do without
     from grpo_lightning.types import Prompt
@@ -172,14 +171,13 @@ def score(
 
 def _call(name: str, spec: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> Any:
     """Call a reward in this process."""
-    with doing(f"reward {name!r}"):
-        try:  # a generator raises only when it is read, as plain values
-            scores = to_plain(spec.function(**_arguments(spec, inputs)))
-        except (Exception, SystemExit) as error:
-            raise RewardError(
-                f"reward {name!r} raised {describe_error(error)}. (With reward.{name}.timeout=SECONDS it runs in "
-                f"worker processes, where a fraction of reward.{name}.max_failed may fail.)"
-            ) from error
+    try:  # a generator raises only when it is read, as plain values
+        scores = to_plain(spec.function(**_arguments(spec, inputs)))
+    except (Exception, SystemExit) as error:
+        raise RewardError(
+            f"reward {name!r} raised {describe_error(error)}. (With reward.{name}.timeout=SECONDS it runs in "
+            f"worker processes, where a fraction of reward.{name}.max_failed may fail.)"
+        ) from error
     signals.current().check()  # a signal may have come while the reward took long
     return scores
 

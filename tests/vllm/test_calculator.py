@@ -35,7 +35,7 @@ def test_a_calculator_is_learned_by_a_run_that_was_killed(sampler, taught, url, 
     kill = "+callbacks.kill={_target_: tests.support.killing.Kill, step: 8, moment: update}"
     words.append("callbacks.checkpoint.every=1")
     killed = train(run, *words, kill, check=False, GRPO_TEST_MARK=str(tmp_path / "mark"))
-    assert "SIGKILL" in killed.stderr, killed.stderr[-3000:]
+    assert killed.returncode == -9, killed.stderr[-3000:]
     assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["step"]["completed"] == 7
     train(run, *words, "checkpoint=last")  # the first rollout's log-probabilities were compared with recomputed ones
     summary = json.loads((run / "summary.json").read_text())
