@@ -22,10 +22,16 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_lightning import sweep
 from grpo_lightning.composition import CONF, build_run, config_choices, resolve_config, write_settings
 from grpo_lightning.config import ConfigError, check_config, describe_sizes, targets
-from grpo_lightning.config.redaction import redact, single_line
-from grpo_lightning.config.settings import command_name, format_override
-from grpo_lightning.config.suggestions import explain_compose_error
-from grpo_lightning.console import describe_error, log_line, print_line, start_banner, survive_closed_pipes
+from grpo_lightning.config.settings import command_name, explain_compose_error, format_override
+from grpo_lightning.console import (
+    describe_error,
+    log_line,
+    print_line,
+    redact,
+    single_line,
+    start_banner,
+    survive_closed_pipes,
+)
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.devices import is_first_process
 
@@ -144,7 +150,11 @@ def _run_job(cfg: DictConfig) -> float:
             print_line(f"{directory}: {before.status}, goes on {where}")
         choices = config_choices(hydra_config.runtime.choices, config)
         if is_first_process():
-            _print_start(hydra_config, words, choices, config)
+            if is_sweep and hydra_config.job.num > 0:  # Hydra says what it differs in from the first one
+                log_line(f"directory: {config['run_dir']}")
+            else:
+                for line in start_banner(config, overrides, choices, describe_sizes(config)):
+                    log_line(line)
             if cfg.trainer.get("precision") is None and config["trainer"]["precision"] == "bf16-mixed":
                 log_line("trainer.precision=bf16-mixed, the default on a GPU; 32-true computes in float32")
         named = any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words["hydra"])
@@ -166,15 +176,3 @@ def _run_job(cfg: DictConfig) -> float:
         if is_sweep:
             raise JobFailed(describe_error(error)) from None
         sys.exit(1)
-
-
-def _print_start(hydra_config: Any, words: Any, choices: dict[str, Any], config: dict[str, Any]) -> None:
-    """Say what was chosen, before anything takes time; of a sweep's further jobs Hydra says what they differ in."""
-    if hydra_config.mode == RunMode.MULTIRUN and hydra_config.job.num > 0:
-        log_line(f"directory: {config['run_dir']}")
-        return
-    loader = GlobalHydra.instance().config_loader()
-    listed = loader.compute_defaults_list(hydra_config.job.config_name, words["hydra"], RunMode.RUN)
-    defaults = listed.overrides.known_choices | {"logger": choices["logger"]}
-    for line in start_banner(config, words["task"], choices, defaults, describe_sizes(config)):
-        log_line(line)

@@ -23,11 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.config import ConfigError, check_config, sandbox_problems
-from grpo_lightning.config.redaction import REDACTED, redact_config, redact_overrides
-from grpo_lightning.config.settings import each_target, leaves, value_at
-from grpo_lightning.config.suggestions import explain_compose_error
+from grpo_lightning.config.settings import each_target, explain_compose_error, leaves, value_at
 from grpo_lightning.config.targets import argument_problems, trusted_packages, with_targets
-from grpo_lightning.console import write_atomic
+from grpo_lightning.console import REDACTED, redact_config, redact_overrides, write_atomic
 from grpo_lightning.distributed.devices import default_precision
 
 if TYPE_CHECKING:

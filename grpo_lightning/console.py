@@ -1,6 +1,7 @@
-"""What a run prints and writes as text, without control characters and secrets.
+"""What a run prints and writes as text: without control characters and secrets, and files whole or not at all.
 
-Lines and log records, the banners at a run's start and end, ``summary.json``, and atomic writes.
+Secret are the values of keys that are named so (``token``, ``api_key``, ``password``, …) and texts that look like the
+keys of well-known services.
 """
 
 import errno
@@ -18,13 +19,96 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_lightning import __version__
-from grpo_lightning.config.redaction import escape_control, redact, redact_overrides
 
 log = logging.getLogger(__name__)
 
 WIDTH = 80
 """Columns that a line fits into, except for a path or a command that is longer by itself."""
+REDACTED = "REDACTED"
+"""Stands where a secret was."""
+
+_SECRET_KEY = re.compile(
+    r"(^|[_.\-])(auth|authorization|bearer|cookie|credentials?|passphrase|passwd|password|pwd|secrets?|tokens?)$"
+    r"|(api|access|private|secret|signing|encryption|ssh|auth)_?keys?$|(token|secret|password|credential)s?$",
+    re.IGNORECASE,
+)
+_PLAIN_KEY = re.compile(
+    r"(max_new|batch|num|max|min|total|prompt|completion|special|stop)_?tokens$|(^|[_.\-])(bos|eos|pad|unk)_token$",
+    re.IGNORECASE,
+)
+_TOKEN = re.compile(
+    r"\b(?:hf_|api_org_)[A-Za-z0-9]{16,}|\bsk-[\w\-]{8,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
+    r"|\bglpat-[\w\-]{16,}|\bxox[abeoprs]-[\w\-]{10,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w\-]{30,}"
+    r"|\bwandb_v1_\w{16,}|(?<=[kK][eE][yY][=:])[0-9a-f]{40}\b|(?<=[kK][eE][yY]: )[0-9a-f]{40}\b"
+    r"|(?<![\w-])eyJ[\w\-]{10,}\.[\w\-]{10,}\.[\w\-]+|(?<=\bBearer )[\w.~+/=\-]{8,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"
+    r"|(?<=://)[^/\s@]+(?=@)"
+)
+"""Keys of Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, W&B, and JWTs, PEM keys and users of URLs."""
+_SETTING = re.compile(r"(?<![\w.-])((?:[\w-]+\.)+[\w-]+|[A-Z][A-Z0-9_]+)=(\S+?)(?=[:;,'\")\]}]*(?:\s|$))")
+"""A dotted key or a variable with its value, as errors repeat them."""
+_PAIR = re.compile(r"([{,]\s?['\"]?([\w.-]{1,64})['\"]?: ?)(?:'[^']*'|\"[^\"]*\"|[^\s,{}\[\]]+)")
+"""A key in a mapping with its value, as errors repeat them."""
+_NAME = re.compile(r"([\w.-]+)['\"]?\s*:")
+"""A key in a mapping."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether a key or the name of a variable says that its value is secret."""
+    return bool(_SECRET_KEY.search(key)) and not _PLAIN_KEY.search(key)
+
+
+def redact(text: str) -> str:
+    """``text`` without keys of well-known services and without the values of settings that are named as secrets."""
+    text = _TOKEN.sub(REDACTED, text)
+    text = _PAIR.sub(lambda match: f"{match[1]}{REDACTED}" if is_secret_key(match[2]) else match[0], text)
+    return _SETTING.sub(lambda match: f"{match[1]}={REDACTED}" if is_secret_key(match[1]) else match[0], text)
+
+
+def redact_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings without secrets; references such as ``${oc.env:HF_TOKEN}`` stay."""
+    return {key: _redact_value(value, is_secret_key(str(key))) for key, value in config.items()}
+
+
+def _redact_value(value: Any, is_secret: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _redact_value(item, is_secret or is_secret_key(str(key))) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redact_value(item, is_secret) for item in value]
+    is_reference = isinstance(value, str) and value.startswith("${") and value.endswith("}")
+    if is_secret and value is not None and not is_reference:
+        return REDACTED
+    return redact(value) if isinstance(value, str) else value
+
+
+def redact_overrides(words: Sequence[str]) -> list[str]:
+    """Overrides without secrets, such as the values of ``logger.api_key=abc`` and ``logger={api_key: abc}``."""
+    return [redact(_redact_word(word)) for word in words]
+
+
+def _redact_word(word: str) -> str:
+    key, sign, value = word.partition("=")
+    names = [key.rpartition(".")[2].lstrip("+~"), *(_NAME.findall(value) if "{" in value else ())]
+    return f"{key}={REDACTED}" if sign and any(map(is_secret_key, names)) else word
+
+
+def escape_control(text: str) -> str:
+    """``text`` with its control characters, which may rewrite a terminal, as escapes; tabs and ends of lines stay."""
+    return _CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
+
+
+def single_line(text: str) -> str:
+    r"""`escape_control`, with ends of lines as ``\n``."""
+    return "\\n".join(escape_control(text).splitlines())
+
+
+def escape_formula(value: Any) -> Any:
+    """A cell of a CSV file: an apostrophe stands before a text that spreadsheets would run as a formula."""
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER.fullmatch(value):
+        return f"'{value}"
+    return value
 
 
 def format_number(value: float, digits: int) -> str:
@@ -37,6 +121,11 @@ def format_number(value: float, digits: int) -> str:
 def drop_leading_zero(number: str) -> str:
     """``number`` without the zero before its point."""
     return number.replace("0.", ".", 1) if number.startswith(("0.", "-0.")) else number
+
+
+def wrap(text: str) -> list[str]:
+    """``text`` in lines that fit a terminal; a word that does not, such as a path, stays whole."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def print_line(line: str) -> None:
@@ -118,11 +207,10 @@ class PipeSafeStream:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN):
+            if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())  # also for what libraries write, and for the last flush
-            os.close(null)
+            with Path(os.devnull).open("w") as null:
+                os.dup2(null.fileno(), self._stream.fileno())  # also for what libraries write, and for the last flush
 
 
 def survive_closed_pipes() -> None:
@@ -165,9 +253,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any], *, mode: str = "fit") -> None:
-    """Write ``summary.json``; a later validation or export of a directory does not overwrite that of its training.
-
-    A preflight, which is no run yet, has ``summary_preflight.json`` in any case.
+    """Write ``summary.json``; a preflight, or a later validation or export of a directory, has one of its own name.
 
     Args:
         directory: The run's.
@@ -186,23 +272,8 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def escape_formula(value: Any) -> Any:
-    """A cell of a CSV file: an apostrophe stands before what spreadsheets would run as a formula.
-
-    Args:
-        value: Of any type; a text that is a number stays.
-    """
-    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER.fullmatch(value):
-        return f"'{value}"
-    return value
-
-
 def start_banner(
-    config: Mapping[str, Any],
-    overrides: Sequence[str],
-    choices: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    sizes: str,
+    config: Mapping[str, Any], overrides: Sequence[str], choices: Mapping[str, Any], sizes: str
 ) -> list[str]:
     """The lines that say what a run was set to, what that amounts to, and where it writes.
 
@@ -210,21 +281,20 @@ def start_banner(
         config: The settings.
         overrides: What the user changed.
         choices: The parts of the run: group of conf/ -> name, or names.
-        defaults: The parts of a run without overrides.
         sizes: What the settings amount to, in words.
     """
     steps = f", {config['steps']} steps" if config["mode"] == "fit" else ""
     start = f", from checkpoint={config['checkpoint']}" if config["checkpoint"] is not None else ""
-    lines = [f"grpo-lightning {__version__}: {config['mode']}{steps}, seed {config['seed']}{start}"]
-    words = (word.partition("=") for word in redact_overrides(overrides))
-    changed = {key.lstrip("+~"): "left out" if key.startswith("~") else value for key, _, value in words}
-    changed |= {group: names for group, names in choices.items() if group in changed or names != defaults.get(group)}
-    for key, value in changed.items():
-        if key not in ("mode", "steps", "seed", "checkpoint"):  # of which the first line tells
-            lines.append(f"{key}: {value if isinstance(value, str) else ', '.join(value)}")
-    if config["mode"] == "fit":
-        lines += wrap(sizes)
-    return lines + _on_one_line(f"directory: {config['run_dir']}", "(settings: .hydra/config.yaml)")
+    named = {group: "+".join(name) if isinstance(name, list) else name for group, name in choices.items()}
+    parts = [f"{group}={name}" for group, name in named.items() if name not in ("", "none", "default")]
+    changed = [word for word in redact_overrides(overrides) if word.partition("=")[0] not in choices]
+    return [
+        f"grpo-lightning {__version__}: {config['mode']}{steps}, seed {config['seed']}{start}",
+        *wrap(" ".join(parts)),
+        *(wrap(f"changed: {' '.join(changed)}") if changed else ()),
+        *(wrap(sizes) if config["mode"] == "fit" else ()),
+        *_on_one_line(f"directory: {config['run_dir']}", "(settings: .hydra/config.yaml)"),
+    ]
 
 
 def end_banner(
@@ -242,9 +312,8 @@ def end_banner(
     seconds = f"{summary['seconds']:.0f} s"
     if config["mode"] == "validate":
         metrics = {name: value for name, value in summary["metrics"].items() if name.startswith("val/")}
-        parts = [*(f"{metric_label(name)} {format_number(value, 3)}" for name, value in metrics.items()), seconds]
-        line = "validated: " + " · ".join(parts)
-        return [line] if len(line) <= WIDTH else ["validated:", *(f"  {part}" for part in parts)]
+        parts = [f"{metric_label(name)} {format_number(value, 3)}" for name, value in metrics.items()]
+        return wrap("validated: " + " · ".join([*parts, seconds]))
     if config["mode"] != "fit":
         return []
     lines = [" · ".join([*_change(summary["values"], config["sweep_metric"]), seconds])]
@@ -265,22 +334,15 @@ def _change(values: Mapping[str, Any], metric: str) -> list[str]:
     if name is None:
         return []
     value = values[name]
-    last = format_number(value["last"], 3)
-    if value.get("first_step", 0) == value.get("last_step", 1):
-        return [f"{metric_label(name)} {last}"]
-    best = f" (best {format_number(value['best'], 3)} at {value['best_step']})" if "best" in value else ""
-    return [f"{metric_label(name)} {format_number(value['first'], 3)} → {last}{best}"]
+    first = "" if value.get("first_step", 0) == value.get("last_step", 1) else f"{format_number(value['first'], 3)} → "
+    best = f" (best {format_number(value['best'], 3)} at {value['best_step']})" if first and "best" in value else ""
+    return [f"{metric_label(name)} {first}{format_number(value['last'], 3)}{best}"]
 
 
 def metric_label(name: str) -> str:
     """What a metric is called on a line: ``pass@1`` for ``val/pass@1``, ``accuracy`` for ``reward/accuracy``."""
     name = name.removeprefix("val/")
     return {"reward/total": "reward", "loss/total": "loss"}.get(name) or name.removeprefix("reward/")
-
-
-def wrap(text: str) -> list[str]:
-    """``text`` in lines that fit a terminal; a word that does not, such as a path, stays whole."""
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _on_one_line(first: str, second: str) -> list[str]:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from grpo_lightning import memory
 from grpo_lightning.clock import peak_memory
-from grpo_lightning.config.redaction import redact_config
-from grpo_lightning.console import log_line, wrap, write_json
+from grpo_lightning.console import log_line, redact_config, wrap, write_json
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sources import prompt_index
 from grpo_lightning.distributed.devices import is_first_process

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_lightning.config.redaction import redact
-from grpo_lightning.console import write_atomic
+from grpo_lightning.console import redact, write_atomic
 from grpo_lightning.types import Prompts, Rollout, Sampled, SamplingSupport, Scored, spans
 
 FORMAT = "grpo-lightning rollout 1"

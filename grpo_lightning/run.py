@@ -23,8 +23,16 @@ from grpo_lightning.checkpoint import lock, resume, rewind
 from grpo_lightning.checkpoint.policy import check_weights, load_checkpoint
 from grpo_lightning.checkpoint.resume import resume_command
 from grpo_lightning.config import check_config, check_runtime, config_warnings
-from grpo_lightning.config.redaction import redact_config, redact_overrides, single_line
-from grpo_lightning.console import describe_error, end_banner, log_line, utc_now, write_summary
+from grpo_lightning.console import (
+    describe_error,
+    end_banner,
+    log_line,
+    redact_config,
+    redact_overrides,
+    single_line,
+    utc_now,
+    write_summary,
+)
 from grpo_lightning.data import PromptData, check_prompts
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.devices import is_first_process

@@ -20,9 +20,8 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from grpo_lightning.config.redaction import redact, redact_overrides, single_line
 from grpo_lightning.config.settings import format_override
-from grpo_lightning.console import print_line, write_atomic, write_summary
+from grpo_lightning.console import print_line, redact, redact_overrides, single_line, write_atomic, write_summary
 from grpo_lightning.report.runs import SWEEP_FILE, ReportError, RunRecord, find_runs, read_run
 from grpo_lightning.report.table import sweep_table
 

@@ -21,8 +21,7 @@ from grpo_lightning.callbacks.progress import describe_metrics, outcome_metric, 
 from grpo_lightning.callbacks.reference import ReferenceRefresh
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.clock import Clock
-from grpo_lightning.config.redaction import escape_control
-from grpo_lightning.console import format_number
+from grpo_lightning.console import escape_control, format_number
 from grpo_lightning.types import Prompts, Sampled, Scored
 from tests.support.board import events, scalars
 from tests.support.running import small_module, small_run

@@ -16,7 +16,7 @@ from grpo_lightning.config import (
     check_runtime,
     describe_sizes,
 )
-from grpo_lightning.config.suggestions import aliases, explain_compose_error, known_keys
+from grpo_lightning.config.settings import aliases, explain_compose_error, known_keys
 from grpo_lightning.config.targets import import_target
 from tests.support import prepared
 from tests.support.composed import CONF, ROOT, composed

@@ -3,7 +3,7 @@
 import pytest
 
 import grpo_lightning as grpo
-from grpo_lightning.config.redaction import REDACTED, redact, redact_config, redact_overrides
+from grpo_lightning.console import REDACTED, redact, redact_config, redact_overrides
 from tests.support.running import SMALL
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
-from grpo_lightning.config.redaction import escape_control, redact
+from grpo_lightning.console import escape_control, redact
 from grpo_lightning.logger.base import warn_on_failure
 from grpo_lightning.rollout.scoring import turn_ends
 from grpo_lightning.types import Prompt, Scored

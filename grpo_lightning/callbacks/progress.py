@@ -10,8 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column
 from rich.text import Text
 
-from grpo_lightning.config.redaction import single_line
-from grpo_lightning.console import WIDTH, drop_leading_zero, format_number, log_line, metric_label
+from grpo_lightning.console import WIDTH, drop_leading_zero, format_number, log_line, metric_label, single_line
 
 _MAX_NAME = 24
 """Characters of a metric's name on a line; the name of a user's reward may be longer."""

@@ -8,7 +8,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 from grpo_lightning import __version__, recording
-from grpo_lightning.config.redaction import single_line
+from grpo_lightning.console import single_line
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.recording import fingerprint, to_lines
 from grpo_lightning.rollout.collector import Collected

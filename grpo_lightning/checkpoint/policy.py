@@ -11,9 +11,9 @@ from torch import nn
 
 from grpo_lightning.checkpoint.io import read, read_weights
 from grpo_lightning.checkpoint.resume import config_diff
-from grpo_lightning.config.redaction import REDACTED
 from grpo_lightning.config.rules import LIVE
 from grpo_lightning.config.settings import leaves, value_at
+from grpo_lightning.console import REDACTED
 
 log = logging.getLogger(__name__)
 

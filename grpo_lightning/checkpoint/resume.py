@@ -12,8 +12,8 @@ from lightning import Trainer
 
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.config.consistency import uses_fsdp
-from grpo_lightning.config.redaction import redact_overrides
 from grpo_lightning.config.settings import command_words, config_path_words, leaves, quote_value
+from grpo_lightning.console import redact_overrides
 from grpo_lightning.distributed.sharding import trainer_shards
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,10 @@ from importlib import import_module
 from typing import Any
 
 from grpo_lightning.config.consistency import consistency_problems
-from grpo_lightning.config.redaction import redact, single_line
 from grpo_lightning.config.rules import scheduled_values, value_problems
-from grpo_lightning.config.settings import each_target, format_override, quote_value, value_at
-from grpo_lightning.config.suggestions import unknown_key
+from grpo_lightning.config.settings import each_target, format_override, quote_value, unknown_key, value_at
 from grpo_lightning.config.targets import argument_problems, target_problems, trusted_packages
+from grpo_lightning.console import redact, single_line
 
 _OBJECTS = (
     *("advantage", "correction", "data", "loss", "module", "optimizer", "policy", "reference", "rollout", "sampler"),

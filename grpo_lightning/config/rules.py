@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.config.redaction import single_line
 from grpo_lightning.config.settings import leaves, value_at
+from grpo_lightning.console import single_line
 
 LIVE = "grpo_lightning.composition.part"
 """The ``_target_`` that stands for an object that a program has given to compose, by its name."""

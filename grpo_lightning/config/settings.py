@@ -1,13 +1,26 @@
-"""Nested settings: reading and walking them, and writing them as the words of a command."""
+"""Nested settings: reading and walking them, writing them as words of a command, and what a mistyped word meant."""
 
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from grpo_lightning.console import single_line
+
 _PLAIN = re.compile(r"[\w/.:+@%-]+", re.ASCII)
+_UNKNOWN = re.compile(r"Could not override '([^']*)'")
+_NO_CHOICE = re.compile(r"Could not (?:find|load) '([^']*)'")
+_FULL_KEY = re.compile(r"full_key: (\S+)")
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
+_INHERITED_ONLY = {"base", "taught"}
+"""Files of conf/ that others inherit from, which are no choices."""
+_HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name", "hydra.verbose")
 
 
 def value_at(config: Any, key: str, default: Any = None) -> Any:
@@ -98,3 +111,121 @@ def quote_value(value: str) -> str:
         return f'"{value}"'
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)  # backslashes count before a quote only
     return "'" + re.sub(r"(\\+)\Z", r"\1\1", escaped) + "'"
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known word that is most like another one; None if none is much like it."""
+    matches = get_close_matches(word, list(known), 5, cutoff)
+    return next((match for match in matches if sorted(match) == sorted(word)), matches[0] if matches else None)
+
+
+def nearest_key(key: str, known: Collection[str]) -> str | None:
+    """The known dotted key that was probably meant: one beside it, else one elsewhere with such a last part."""
+    above, _, last = key.rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == above}
+    if match := nearest(last, beside):
+        return beside[match]
+    elsewhere = {name.rpartition(".")[2]: name for name in sorted(known, key=lambda name: (-name.count("."), name))}
+    match = nearest(last, elsewhere, cutoff=0.75)
+    return elsewhere[match] if match else nearest(key, known, cutoff=0.85)
+
+
+@cache
+def aliases() -> dict[str, dict[str, str]]:
+    """``same`` and ``similar`` of aliases.yaml: another project's name of a setting -> its name here."""
+    page: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("aliases.yaml").read_text("utf-8"))
+    return page
+
+
+def translate_key(key: str, value: str | None = None) -> str | None:
+    """What a setting of TRL, verl and others is called here, as the end of a sentence; None if it is none."""
+    same, similar = aliases().values()
+    last = key.rpartition(".")[2]
+    foreign = [last] if same.get(last, "").rpartition(".")[2] != last else []  # rollout.top_p is a word of both
+    for name in (key, key.removeprefix("actor_rollout_ref."), *foreign):
+        if ours := same.get(name):
+            return f"is called {ours if value is None else shlex.quote(f'{ours}={value}')} here"
+        if ours := similar.get(name):
+            return f"use {ours}"
+    return None
+
+
+def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | None:
+    """What to say of an unknown key, with the known one that was meant; None if no known one is like it."""
+    override = f"{key}={value}" if value is not None else key
+    if ours := translate_key(key, value):
+        return f"{override}: {ours}"
+    if meant := nearest_key(key, keys):
+        return f"{override}: unknown; the nearest is {meant if value is None else shlex.quote(f'{meant}={value}')}"
+    return None
+
+
+def explain_compose_error(error: Exception, conf: Path, words: Sequence[str] = ()) -> str:
+    """One sentence for an error of Hydra about the overrides ``words``; the folders of ``conf`` are the groups."""
+    text = str(error)
+    typed = {word.partition("=")[0].lstrip("+~"): word.lstrip("+~") for word in words}
+    if (match := _NO_CHOICE.search(text)) and not match[1].startswith("hydra/"):
+        return single_line(_no_choice(match[1].strip(), conf, words))
+    if (match := _UNKNOWN.search(text)) and match[1] in typed:
+        return single_line(_unknown(typed[match[1]], conf))
+    if match := _FULL_KEY.search(text):
+        is_missing = type(error).__name__ == "MissingMandatoryValue"
+        return single_line(
+            f"{match[1]}: {f'has no value; set {match[1]}=VALUE' if is_missing else text.splitlines()[0]}"
+        )
+    lines = [*text.splitlines(), *str(error.__cause__ or "").splitlines()[:1]]
+    return single_line("; ".join(line.strip() for line in lines if line.strip() and "hydra.cc" not in line))
+
+
+def _unknown(override: str, conf: Path) -> str:
+    key, sign, value = override.partition("=")
+    groups = [path.name for path in conf.iterdir() if path.is_dir()]
+    if not set("./") & set(key) and not translate_key(key) and (group := nearest(key, groups, cutoff=0.7)):
+        choice = shlex.quote(f"{group}={value}") if value else f"{group}=NAME"
+        return f"{override}: unknown; the nearest is {choice}, a part"
+    part = key.partition(".")[0]
+    if having := [name for name in _choices(conf, part) if key in _keys_of(conf / part / f"{name}.yaml")]:
+        return f"{override}: needs {' or '.join(f'{part}={name}' for name in having)}"
+    return unknown_key(key, value if sign else None, [*known_keys(conf), *_HYDRA_KEYS]) or (
+        f"{override}: unknown; `{command_name()} --cfg job` prints the keys, and {shlex.quote(f'+{override}')} adds one"
+    )
+
+
+def _no_choice(path: str, conf: Path, words: Sequence[str]) -> str:
+    group, _, name = path.partition("/")
+    known = _choices(conf, group)
+    choice = f"reward=[…,{name}]" if group == "reward" else f"{group}={name}"
+    if group == "policy" and "/" in name and choice in words:  # otherwise a file may have chosen it
+        return f"{choice}: use policy=hf {format_override('policy.path', name)} for a model of the hub or a directory"
+    if group == "data" and choice in words and ("/" in name or "." in name):
+        kind = "jsonl" if name.endswith((".jsonl", ".parquet")) else "hub"
+        return f"{choice}: use data={kind} {format_override('data.path', name)} for a data set of your own or the hub's"
+    if group == "reward" and _FUNCTION.fullmatch(name):
+        function = format_override("reward.custom.function._target_", name)
+        return f"{choice}: use reward=[…,custom] {function} for a function of your own"
+    meant = nearest(name, known)
+    return f"{choice}: choose one of {', '.join(known)}{f'; the nearest is {meant}' if meant else ''}"
+
+
+def _choices(conf: Path, group: str) -> list[str]:
+    """The names of the files of a group that may be chosen."""
+    return sorted(path.stem for path in (conf / group).glob("*.yaml") if path.stem not in _INHERITED_ONLY)
+
+
+@cache
+def known_keys(conf: Path) -> frozenset[str]:
+    """The dotted keys in all files of settings, whichever of them are chosen."""
+    return frozenset[str]().union(*map(_keys_of, conf.rglob("*.yaml")))
+
+
+@cache
+def _keys_of(path: Path) -> frozenset[str]:
+    """The dotted keys in one file of settings, and in those of its folder that it inherits from."""
+    text = path.read_text("utf-8")
+    page: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    inherited = [path.parent / f"{name}.yaml" for name in page.pop("defaults", ()) if isinstance(name, str)]
+    is_global = (path.parent / "train.yaml").exists() or "@package _global_" in text
+    nodes = walk(page, "" if is_global else path.parent.name)
+    keys = {key for key, value in nodes if not (isinstance(value, dict) and value)}
+    own = {key for key in keys if not re.search(r"(^|\.)(_|\d|hydra\.)", key)}
+    return frozenset(own).union(*(_keys_of(file) for file in inherited if file.exists() and file != path))

@@ -17,9 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_lightning.config.redaction import single_line
-from grpo_lightning.config.settings import walk
-from grpo_lightning.config.suggestions import nearest
+from grpo_lightning.config.settings import nearest, walk
+from grpo_lightning.console import single_line
 
 _PARTS = (
     *("advantage", "callbacks", "data", "environment", "logger", "loss", "module", "policy", "reference", "reward"),

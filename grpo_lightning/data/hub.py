@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.config.redaction import single_line
 from grpo_lightning.config.rules import local_or_hub
+from grpo_lightning.console import single_line
 from grpo_lightning.data.datamodule import PromptData
 from grpo_lightning.data.files import Rows
 

@@ -12,8 +12,8 @@ from itertools import zip_longest
 from numbers import Real
 from typing import Any
 
-from grpo_lightning.config.redaction import single_line
 from grpo_lightning.config.rules import ENVIRONMENT, problems
+from grpo_lightning.console import single_line
 from grpo_lightning.reward.spec import arguments, is_coroutine_function
 
 ARGUMENTS = ("turns", "replies", "prompt", "rng")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from grpo_lightning.config.redaction import single_line
+from grpo_lightning.console import single_line
 from grpo_lightning.distributed import signals
 from grpo_lightning.environment.base import Environment, EpisodeError, StepResult, check_columns
 from grpo_lightning.reward import workers

@@ -10,8 +10,7 @@ from typing import Any
 from lightning.pytorch import loggers
 from lightning.pytorch.loggers import Logger
 
-from grpo_lightning.config.redaction import single_line
-from grpo_lightning.console import write_atomic
+from grpo_lightning.console import single_line, write_atomic
 
 log = logging.getLogger(__name__)
 _warned: "weakref.WeakSet[Logger]" = weakref.WeakSet()

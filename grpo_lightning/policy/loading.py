@@ -19,8 +19,8 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from grpo_lightning.config.redaction import single_line
 from grpo_lightning.config.rules import local_or_hub
+from grpo_lightning.console import single_line
 from grpo_lightning.policy.chat import ChatTokenizer
 from grpo_lightning.policy.hf import HFPolicy, with_adapter
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.config.redaction import redact_config
+from grpo_lightning.console import redact_config
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.recording import RecordedRollout
 from grpo_lightning.reward import RewardSpec

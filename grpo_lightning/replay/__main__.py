@@ -14,8 +14,7 @@ import torch
 
 from grpo_lightning import recording
 from grpo_lightning.composition import load_run_config
-from grpo_lightning.config.redaction import single_line
-from grpo_lightning.console import describe_error, log_line, survive_closed_pipes
+from grpo_lightning.console import describe_error, log_line, single_line, survive_closed_pipes
 from grpo_lightning.recording import from_lines
 from grpo_lightning.replay import PARTS, ReplayedMetrics, replay_rollout
 

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_lightning.config.redaction import redact, single_line
-from grpo_lightning.console import survive_closed_pipes
+from grpo_lightning.console import redact, single_line, survive_closed_pipes
 from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, compare
 from grpo_lightning.report.runs import ReportError, find_runs
 from grpo_lightning.report.table import FORMATS, render

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grpo_lightning.config.redaction import redact, single_line
-from grpo_lightning.console import escape_formula
+from grpo_lightning.console import escape_formula, redact, single_line
 from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, Estimate, Line, compare
 from grpo_lightning.report.runs import RunRecord
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from itertools import count
 from typing import Any
 
-from grpo_lightning.config.redaction import redact
+from grpo_lightning.console import redact
 from grpo_lightning.reward.spec import RewardError, RewardSpec, describe_error, innermost, to_plain
 from grpo_lightning.reward.workers import POLL_SECONDS, Failure
 

@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 
 import regex
 
-from grpo_lightning.config.redaction import REDACTED, redact, single_line
 from grpo_lightning.config.rules import is_pair
+from grpo_lightning.console import REDACTED, redact, single_line
 from grpo_lightning.reward.coroutines import PermanentError, RetryableError
 from grpo_lightning.reward.spec import RewardError
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_lightning.config.redaction import redact, single_line
 from grpo_lightning.config.rules import REWARD, problems
+from grpo_lightning.console import redact, single_line
 from grpo_lightning.schedule import Schedule
 
 Score = float | tuple[tuple[int, float], ...] | None

@@ -12,7 +12,7 @@ from typing import Any
 
 from reasoning_gym.factory import create_dataset, get_score_answer_fn
 
-from grpo_lightning.config.redaction import single_line
+from grpo_lightning.console import single_line
 from grpo_lightning.reward import workers
 from grpo_lightning.reward.spec import describe_error
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from grpo_lightning.config.redaction import single_line
+from grpo_lightning.console import single_line
 from grpo_lightning.reward.spec import describe_error, innermost, to_plain
 
 MAX_WORKERS = 8

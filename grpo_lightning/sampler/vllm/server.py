@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_lightning.clock import Clock
-from grpo_lightning.config.redaction import REDACTED
+from grpo_lightning.console import REDACTED
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, Request, RequestOptions
 
