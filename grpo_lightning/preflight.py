@@ -19,7 +19,7 @@ from grpo_lightning.console import log_line, redact_config, wrap, write_json
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.sources import prompt_index
 from grpo_lightning.distributed.devices import is_first_process
-from grpo_lightning.distributed.sharding import trainer_shards
+from grpo_lightning.distributed.strategies import trainer_shards
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.rollout import Collector

@@ -17,9 +17,9 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from grpo_lightning import __version__, preflight
+from grpo_lightning import preflight
 from grpo_lightning.callbacks.export import check_replaceable, export
-from grpo_lightning.checkpoint import lock, resume, rewind
+from grpo_lightning.checkpoint import lock, resume
 from grpo_lightning.checkpoint.policy import check_weights, load_checkpoint
 from grpo_lightning.checkpoint.resume import resume_command
 from grpo_lightning.config import check_config, check_runtime, config_warnings
@@ -131,13 +131,13 @@ class Run:
                 for warning in config_warnings(self.config):
                     log.warning("%s", warning)
             module, trainer = self.module, self.trainer
-            recorded: dict[str, Any] = {"events": {}, "config": module.settings, "version": __version__}
+            recorded: dict[str, Any] = {"events": {}, "config": module.settings}
             if checkpoint:
                 recorded = resume.recorded_run(checkpoint, trainer, is_adapter=module.base is not None)
                 resume.check_optimizer(recorded["config"], module.settings)
-            resume.warn_of_changes(recorded, module.settings, version=__version__, data=self.data.fingerprint())
+            resume.warn_of_changes(recorded, module.settings, self.data.fingerprint())
             if is_first_process() and (checkpoint or not module.completed_steps):
-                rewind.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
+                resume.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
             self._has_started = True
             check_prompts(self.data, module.policy, self.config)
             preflight.announce_memory(self.config, module, self.data, trainer)
@@ -232,7 +232,7 @@ class Run:
         if is_first_process():
             if mode == "fit":
                 continues = checkpoint is not None and resume.belongs_to(checkpoint, self.directory)
-                rewind.remove_stale_files(self.directory, keep=checkpoint, completed=steps if continues else completed)
+                resume.remove_stale_files(self.directory, keep=checkpoint, completed=steps if continues else completed)
             if self.on_start is not None:
                 self.on_start(self.directory)
         status, problem = "failed", None

@@ -21,8 +21,9 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import grpo_lightning as grpo
-from grpo_lightning.checkpoint import rewind
-from grpo_lightning.checkpoint.io import AtomicCheckpointIO, read
+from grpo_lightning.checkpoint import io as checkpoint_io
+from grpo_lightning.checkpoint import resume
+from grpo_lightning.checkpoint.io import CannotSave, read
 from grpo_lightning.checkpoint.lock import LOCK_FILE, Locked, is_locked, lock, lock_run
 from grpo_lightning.checkpoint.policy import base_fingerprint, check_adapter, policy_settings
 from grpo_lightning.checkpoint.resume import find_checkpoint, recorded_run
@@ -67,21 +68,6 @@ def run(trained, tmp_path):
     return tmp_path / "run"
 
 
-def test_a_checkpoint_is_complete_or_the_old_one(tmp_path, monkeypatch):
-    path, plugin = tmp_path / "new" / "last.ckpt", AtomicCheckpointIO()
-    plugin.save_checkpoint({"step": {"completed": 1}, "w": torch.ones(2)}, path)
-
-    def interrupted(*arguments):
-        arguments[1].write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(torch, "save", interrupted)
-    with pytest.raises(OSError, match="disk full"):
-        plugin.save_checkpoint({"step": {"completed": 2}}, path)
-    assert plugin.load_checkpoint(path)["step"] == {"completed": 1}
-    assert os.listdir(path.parent) == ["last.ckpt"]
-
-
 def pickled(value) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
@@ -103,23 +89,17 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_newest_readable_one_offered(name, run, tmp_path):
-    damage, expected = DAMAGE[name]
-    content = damage((run / LAST).read_bytes(), tmp_path / "code ran")
-    (run / LAST).unlink()
-    (run / LAST).write_bytes(content)
+def test_a_damaged_checkpoint_is_named_and_the_newest_readable_one_offered(run, tmp_path):
+    whole = (run / LAST).read_bytes()
+    (run / LAST).unlink()  # else best.ckpt, which is the same file, would be damaged, too
     step = read(run / "checkpoints" / "best.ckpt")["step"]["completed"]
-    before = contents(run)
     command = f"{command_name()} steps=4 hydra.run.dir={run} checkpoint={run}/checkpoints/best.ckpt"
-    for mode in ("fit", "export"):
+    for damage, expected in DAMAGE.values():
+        (run / LAST).write_bytes(damage(whole, tmp_path / "code ran"))
         with pytest.raises(ValueError, match=rf"checkpoint={run / LAST} {expected}") as refusal:
-            find_checkpoint(
-                CONFIG | {"mode": mode}, run, directory_given=True, overrides=["steps=4", "checkpoint=last"]
-            )
+            find_checkpoint(CONFIG, run, directory_given=True, overrides=["steps=4", "checkpoint=last"])
         assert str(refusal.value).endswith(f"best.ckpt of step {step}, is continued by: {command}")
     assert not (tmp_path / "code ran").exists()
-    assert contents(run) == before
 
 
 def test_the_checkpoint_that_is_offered_continues_the_run(run):
@@ -166,21 +146,21 @@ def test_what_a_killed_process_has_left_is_removed(run):
 
 
 def test_events_are_cut_back_to_their_recorded_length(tmp_path):
-    writer = SummaryWriter(str(tmp_path), filename_suffix=rewind.EVENTS_SUFFIX)
+    writer = SummaryWriter(str(tmp_path), filename_suffix=resume.EVENTS_SUFFIX)
     writer.add_scalar("x", 1.0, 1)
     writer.flush()
-    lengths = rewind.event_lengths(tmp_path)
+    lengths = resume.event_lengths(tmp_path)
     writer.add_scalar("x", 2.0, 2)
     writer.close()
-    later = SummaryWriter(str(tmp_path), filename_suffix=f".later{rewind.EVENTS_SUFFIX}")
+    later = SummaryWriter(str(tmp_path), filename_suffix=f".later{resume.EVENTS_SUFFIX}")
     later.add_scalar("x", 3.0, 3)
     later.close()
     assert sorted(step for step, _ in scalars(tmp_path)["x"]) == [1, 2, 3]
-    rewind.rewind_events(tmp_path, lengths)
+    resume.rewind_events(tmp_path, lengths)
     assert scalars(tmp_path)["x"] == [(1, 1.0)]
-    assert rewind.event_lengths(tmp_path) == lengths
-    rewind.rewind_events(tmp_path, {})
-    assert rewind.event_lengths(tmp_path) == {}
+    assert resume.event_lengths(tmp_path) == lengths
+    resume.rewind_events(tmp_path, {})
+    assert resume.event_lengths(tmp_path) == {}
 
 
 def sharded(directory: Path, metadata: bytes = b"") -> Path:
@@ -203,7 +183,7 @@ def test_a_sharded_checkpoint_is_for_the_trainer_that_wrote_it(tmp_path):
     for name in ("last_1_0.ckpt", "last_2_0.ckpt", "last_4_0.ckpt"):
         sharded(tmp_path / "checkpoints" / name)
     (last.parent / "best.ckpt").symlink_to("last_1_0.ckpt")
-    rewind.remove_stale_files(tmp_path, keep=last.parent / "last_4_0.ckpt")
+    resume.remove_stale_files(tmp_path, keep=last.parent / "last_4_0.ckpt")
     left = {path.name for path in last.parent.iterdir() if not path.is_symlink()}
     assert left == {"last_1_0.ckpt", "last_3_0.ckpt", "last_4_0.ckpt"}
     (target / ".metadata").unlink()
@@ -301,43 +281,27 @@ def test_what_the_user_gives_wins(tmp_path):
     assert policy_settings({"mode": "fit", "checkpoint": "last", "run_dir": str(tmp_path)}, (), {}.get) == {}
 
 
-@pytest.mark.parametrize(
-    ("policy", "key", "message"),
-    [
-        (
-            {"_target_": "x.Y", "model": {"_target_": "grpo_lightning.composition.part"}},
-            None,
-            "object of a Python prog",
-        ),
-        (LOADED | {"path": "REDACTED"}, "path", r"its policy.path is REDACTED, .*: give policy.path=… yourself"),
-        (LOADED | {"path": "${oc.env:HOME}"}, "path", r"its policy.path is \$\{oc.env:HOME\}, which is not"),
-        (
-            LOADED | {"attn_implementation": "some/kernel"},
-            "attn_implementation",
-            "is some/kernel, which would run code",
-        ),
-        (
-            LOADED | {"trust_remote_code": True},
-            "trust_remote_code",
-            r"its policy.trust_remote_code is True, which would run code \(policy.path=/models/a\)",
-        ),
-        (LOADED | {"x": {"y": {"trust_remote_code": True}}}, None, r"its policy.x.y.trust_remote_code is True, which"),
-    ],
-)
-def test_what_cannot_be_taken_over_is_asked_for(policy, key, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        settings_of({"policy": policy}, [], {}.get, tmp_path)
-    if key:
+def test_what_cannot_be_taken_over_is_asked_for(tmp_path):
+    part = {"_target_": "x.Y", "model": {"_target_": "grpo_lightning.composition.part"}}
+    with pytest.raises(ValueError, match="object of a Python prog"):
+        settings_of({"policy": part}, [], {}.get, tmp_path)
+    for key, value, message in (
+        ("path", "REDACTED", r"its policy.path is REDACTED, .*: give policy.path=… yourself"),
+        ("path", "${oc.env:HOME}", r"its policy.path is \$\{oc.env:HOME\}, which is not"),
+        ("attn_implementation", "some/kernel", "is some/kernel, which would run code"),
+        ("trust_remote_code", True, r"its policy.trust_remote_code is True, which .* \(policy.path=/models/a\)"),
+    ):
+        policy = LOADED | {key: value}
+        with pytest.raises(ValueError, match=message):
+            settings_of({"policy": policy}, [], {}.get, tmp_path)
         taken = settings_of({"policy": policy}, [f"policy.{key}=…"], {f"policy.{key}": "mine"}.get, tmp_path)
         assert taken["policy"] == policy | {key: "mine"}
 
 
-@pytest.mark.parametrize("mode", ["fit", "export"])
-def test_a_policy_of_another_shape_is_named_by_its_settings(mode, trained, tmp_path):
-    words = (f"checkpoint={trained}/checkpoints/best.ckpt", *SMALL, "policy.hidden_size=32", f"mode={mode}")
-    run = grpo.compose(*words, run_dir=tmp_path)
+def test_a_policy_of_another_shape_is_named_by_its_settings(trained, tmp_path):
+    words = (f"checkpoint={trained}/checkpoints/best.ckpt", *SMALL, "policy.hidden_size=32", "mode=export")
     with pytest.raises(ValueError, match=r"^checkpoint=.*best.ckpt: its policy has other settings: ") as error:
-        getattr(run, mode)()
+        grpo.compose(*words, run_dir=tmp_path).export()
     assert "policy.hidden_size was 16 and is 32 (" in str(error.value)
 
 
@@ -377,7 +341,7 @@ def test_a_process_keeps_out_of_its_own_directory_and_workers_do_not_have_the_lo
     (tmp_path / "link").symlink_to(tmp_path)
     with lock(tmp_path):
         for path in (tmp_path, tmp_path / "link"):
-            with pytest.raises(Locked, match=f"process {os.getpid()} on "), lock(path):
+            with pytest.raises(Locked, match=f"process {os.getpid()} uses it already"), lock(path):
                 pass
         worker = subprocess.Popen(["sleep", "60"], close_fds=False)
         forked = os.fork()
@@ -412,3 +376,89 @@ def test_directories_elsewhere_are_one_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with lock(tmp_path):  # a file system without locks
         assert is_locked(tmp_path)
+
+
+# --- disks that are too small, or full
+
+
+@pytest.mark.parametrize("how", ["fsync", "archive"])
+def test_a_full_disk_costs_the_step_that_is_saved_and_leaves_the_older_files(how, tmp_path, monkeypatch):
+    words = ("steps=5", "callbacks.checkpoint.every=1", "policy.seed=0")
+    saved, save, usage = [], torch.save, shutil.disk_usage
+
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def saves(*arguments):  # of steps 0, 1 and 2
+        saved.append(arguments)
+        if len(saved) > 3 and how == "fsync":
+            patch.setattr(os, "fsync", fail)
+        elif len(saved) > 3:
+            arguments[1].write(b"half")
+            raise RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0")
+        save(*arguments)
+
+    def free(place):
+        return usage(place)._replace(free=5_000 if len(saved) > 3 else 10**9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", saves)
+        patch.setattr(shutil, "disk_usage", free)
+        expected = (
+            r"last.ckpt was not written, the disk is full: it takes \d+ kB, and 5 kB are free; the checkpoints of"
+        )
+        with pytest.raises(CannotSave, match=expected):
+            small_run(tmp_path / "run", *words)
+    assert not list((tmp_path / "run").rglob(".*.ckpt.*"))
+    assert read(tmp_path / "run" / LAST)["step"]["completed"] == 2
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    small_run(tmp_path / "run", *words, "checkpoint=last")
+    small_run(tmp_path / "whole", *words)
+    one, other = (read(tmp_path / name / LAST)["state_dict"] for name in ("run", "whole"))
+    assert all(torch.equal(one[name], value) for name, value in other.items())
+
+
+def test_a_summary_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, caplog):
+    def replace(path, *arguments, plain=Path.replace):
+        if "summary" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(path, *arguments)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr("tests.support.rewards.vowels", lambda completions: 1 / 0)
+    with pytest.raises(Exception, match="division by zero"):
+        small_run(tmp_path)
+    assert "summary.json cannot be written: No space left on device" in caplog.text
+    assert not list(tmp_path.glob(".summary*"))
+
+
+@pytest.mark.slow
+def test_an_export_without_room_leaves_the_old_one(run, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = contents(run / "export")
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", fail)
+    with pytest.raises(CannotSave, match=r"export was not written, .* the checkpoints stay, and mode=export checkpoin"):
+        small_run(run, *RUN, "steps=5", "checkpoint=last")
+    assert contents(run / "export") == before
+    assert read(run / LAST)["step"]["completed"] == 5
+
+
+@pytest.mark.slow
+def test_the_size_of_a_checkpoint_is_predicted(tmp_path):
+    large = ("policy.hidden_size=256", "policy.intermediate_size=1024", "rollout.max_new_tokens=2")
+    for optimizer in ("adamw", "adamw_8bit"):
+        module = small_run(tmp_path / optimizer, *large, f"optimizer={optimizer}")
+        written = (tmp_path / optimizer / LAST).stat().st_size
+        predicted = checkpoint_io.checkpoint_bytes(module.policy, module.optimizer, all_weights=True)
+        assert written * 0.9 < predicted < written * 1.1
+
+
+def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_first_step(run, tmp_path, monkeypatch):
+    size, usage = (run / LAST).stat().st_size, shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(place)._replace(free=int(1.5 * size)))
+    with pytest.raises(CannotSave, match=r"checkpoints: a checkpoint takes \d+ kB, .* are free; make room for two"):
+        small_run(tmp_path / "new", *RUN)
+    assert not (tmp_path / "new" / "checkpoints").exists()
+    small_run(run, *RUN, "steps=5", "checkpoint=last")  # there is one already: one more has room

@@ -65,7 +65,7 @@ def test_values_of_a_wrong_type_or_out_of_range():
                 "rollout.temperature.end=0: must be a number > 0"
             ),
             "validation.temperature={" + LINEAR + ", start: 1.0, end: 0.5, steps: 5}": "must be a number >= 0",
-            "+callbacks.mine={_target_: grpo_lightning.callbacks.completions.CompletionTables, every: 0, max_rows: 9, "
+            "+callbacks.mine={_target_: grpo_lightning.callbacks.logs.CompletionTables, every: 0, max_rows: 9, "
             "max_characters: 9}": "callbacks.mine.every=0: must be an integer >= 1",
             "environment=guess|environment.role=system": "environment.role=system: must be one of user, tool or null",
         }
@@ -135,7 +135,6 @@ def test_what_is_right_passes():
         "rollout=dynamic_sampling",
         "rollout=max_variance|rollout.downsample.size=8|module.minibatch_size=64",
         "reward.format.clip=[0,1]|reward.format.timeout=2",
-        "trainer=ddp|trainer.devices=[0,2]",
         "policy.adapter={r: 4, lora_alpha: 8, target_modules: all-linear, lora_dropout: 0}",
         "optimizer._target_=bitsandbytes.optim.AdEMAMix|optimizer.betas=[0.9,0.999,0.9999]|~optimizer.fused",
         "+my_rate=1e-4|optimizer.lr=${my_rate}",
@@ -151,7 +150,6 @@ def test_devices_that_are_not_there(monkeypatch):
     for count, words, message in (
         (0, "trainer=gpu", "trainer.accelerator=gpu: PyTorch finds no such GPU"),
         (0, "trainer.devices=[0,1]", "trainer.devices=[0, 1]: there is no GPU"),
-        (2, "trainer=ddp|trainer.devices=[0,2]", "the GPUs of this machine have the numbers 0 to 1"),
         (2, "trainer=ddp|trainer.devices=3", "trainer.devices=3: this machine has 2 GPUs"),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)

@@ -1,23 +1,23 @@
 """How processes share work, weights and gradients; whole runs of several processes are in test_processes.py."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 from grpo_lightning.distributed import strategies
 from grpo_lightning.distributed.devices import num_processes
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, PeerError, Ranks, lost_contact
-from grpo_lightning.distributed.sharding import gathered, layers, shard
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import (
     FullyShardedStrategy,
     ReplicatedStrategy,
     check_processes,
+    gathered,
+    layers,
+    shard,
     sum_gradients,
 )
 from grpo_lightning.policy.loading import load
@@ -233,35 +233,19 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_is_written_as_zeros(monk
     assert FullyShardedStrategy(timeout=1).optimizer_state(optimizer)["state"]["w"]["step"] == 1
 
 
-@pytest.mark.parametrize("kind", [ReplicatedStrategy, FullyShardedStrategy])
-def test_on_gpus_objects_are_exchanged_by_the_cpus(kind, monkeypatch):
-    monkeypatch.setattr(Strategy, "setup_environment", lambda self: None)  # which moves to the device
-    backends = []
+def test_on_gpus_objects_are_exchanged_by_the_cpus(monkeypatch):
     monkeypatch.setattr(strategies.atexit, "register", lambda end: None)
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, **named: backends.append((backend, named["device_id"]))
-    )
-    cluster = SimpleNamespace(
-        **{"main_address": "127.0.0.1", "main_port": 1, "creates_processes_externally": True},
-        **dict.fromkeys(("global_rank", "local_rank", "node_rank"), lambda: 0),
-        **dict.fromkeys(("set_global_rank", "set_world_size"), lambda number: None),
-        world_size=lambda: 1,
-    )
-    for place in ("cpu", "cuda:0"):
-        strategy = kind(timeout=1)
-        strategy.parallel_devices = [torch.device(place)]
-        strategy.cluster_environment = cluster
-        (strategy.setup_distributed if isinstance(strategy, ReplicatedStrategy) else strategy._setup_distributed)()
-    assert backends == [("gloo", None), ("cpu:gloo,cuda:nccl", torch.device("cuda:0"))]
+    for kind in (ReplicatedStrategy, FullyShardedStrategy):
+        for place, backend in (("cpu", "gloo"), ("cuda:0", "cpu:gloo,cuda:nccl")):
+            on_device = type("OnDevice", (kind,), {"root_device": torch.device(place)})
+            assert on_device(timeout=1)._get_process_group_backend() == backend
 
 
 def test_the_end_of_another_process_is_recognized():
     for error in (
         dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"),
-        dist.DistNetworkError("The client socket has timed out after 600000ms while trying to connect"),
         RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4"),
         RuntimeError("NCCL communicator was aborted on rank 0."),
-        RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE)"),
         RuntimeError("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting"),
         RuntimeError("Broken pipe. [TCPStore.cpp:127] Failed to send"),
     ):
@@ -271,7 +255,6 @@ def test_the_end_of_another_process_is_recognized():
         assert str(error) in str(lost)
     for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
-        RuntimeError("Distributed package doesn't have NCCL built in"),
         RuntimeError("Connection reset by peer"),
         ValueError("Watchdog caught collective operation timeout"),
     ):

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from grpo_lightning import advantage
-from grpo_lightning.callbacks.completions import completions_table
+from grpo_lightning.callbacks.logs import completions_table
 from grpo_lightning.environment import Environment, EpisodeError
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.reward.accuracy import of_environment

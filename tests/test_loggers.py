@@ -16,9 +16,8 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from grpo_lightning.callbacks.tensorboard import chart_layout, hparams_columns
-from grpo_lightning.logger.base import SafeLogger, TensorBoardLogger, load_run_id, save_run_id
-from grpo_lightning.logger.csv import CSVLogger, read_rows, rewind, write_rows
+from grpo_lightning.callbacks.logs import chart_layout, hparams_columns
+from grpo_lightning.logger import CSVLogger, SafeLogger, TensorBoardLogger, read_rows, rewind_csv, write_rows
 from grpo_lightning.run import Run
 from tests.support.board import events, scalars
 from tests.support.composed import build, composed
@@ -106,9 +105,9 @@ def test_charts_show_metrics_that_there_are_and_hparams_what_was_asked_for(runs)
 def test_charts_and_columns_by_hand():
     assert chart_layout(["loss/total", "optim/lr"]) == {
         "Progress": {"loss": ("Multiline", ["^loss/total$"])},
+        "Health": {},
         "Speed": {"learning rate": ("Multiline", ["^optim/lr$"])},
     }
-    assert "loss" not in chart_layout(["loss/total", "reward/total"])["Progress"]
     assert list(chart_layout(["val/pass@16"])["Progress"]) == ["pass@k and maj@k"]
     settings = {
         **{"steps": 7, "loss": {"kl_coef": 0.5}, "reward": {"accuracy": {"weight": 1}, "format": {}}},
@@ -147,31 +146,19 @@ def test_a_step_is_one_row_and_another_process_may_have_new_columns(tmp_path):
     assert text(tmp_path, "t.csv") == ["step,a,b", "1,1,", "1,2,", "2,3,4"]
 
 
-def test_rows_wait_until_they_are_saved(tmp_path):
-    logger = csv_logger(tmp_path, every=100)
-    for values, step in (({"a": 1.0}, 3), ({"b": 2.0}, 3), ({"a": 4.0}, 5)):
-        logger.log_metrics(values, step=step)
-    logger.save()
-    assert text(tmp_path) == ["step,a,b", "3,1.0,2.0", "5,4.0,"]
-    logger.experiment.log_metrics({"a": 6.0})  # without a step: the one after the last
-    logger.log_metrics({"a": 7.0}, step=4)
-    logger.save()
-    assert text(tmp_path) == ["step,a,b", "3,1.0,2.0", "4,7.0,", "5,4.0,", "6,6.0,"]
-
-
 def test_csv_files_go_back_to_a_step_and_foreign_ones_stay(tmp_path, monkeypatch):
     logger = csv_logger(tmp_path)
     for step in (1, 2, 3):
         logger.log_metrics({"a": 1.5}, step=step)
-        logger.log_table("completions/train", ["text"], [[f"{step}\n,x"]], step=step)
+        logger.log_table("completions/train", ["text"], [[f"{step}\n,x"], ["=1+A1"]][: 1 + (step == 2)], step=step)
     (tmp_path / "csv" / "mine.csv").write_text("step,loss\n7,1\n")
-    rewind([logger], 2)
+    rewind_csv([logger], 2)
     assert text(tmp_path) == ["step,a", "1,1.5", "2,1.5"]
     tables = list(read_rows(tmp_path / "csv" / "completions_train.csv"))
-    assert tables == [{"step": "1", "text": "1\n,x"}, {"step": "2", "text": "2\n,x"}]
+    assert [row["text"] for row in tables] == ["1\n,x", "2\n,x", "'=1+A1"]  # no cell is a formula
     logger.log_metrics({"a": 3.5}, step=3)
     assert text(tmp_path)[-1] == "3,3.5"
-    rewind([logger], -1)
+    rewind_csv([logger], -1)
     assert text(tmp_path, "mine.csv") == ["step,loss", "7,1"]
     assert [path.name for path in (tmp_path / "csv").iterdir()] == ["mine.csv"]
     write_rows(tmp_path / "x.csv", [{"step": 1, "a": 2.0}])
@@ -179,15 +166,6 @@ def test_csv_files_go_back_to_a_step_and_foreign_ones_stay(tmp_path, monkeypatch
     with pytest.raises(OSError, match="No space left"):
         write_rows(tmp_path / "x.csv", [{"step": 7}])
     assert (tmp_path / "x.csv").read_text().splitlines() == ["step,a", "1,2.0"]
-
-
-def test_no_cell_is_a_formula(tmp_path):
-    evil = "=cmd|' /C calc'!A0"
-    logger = csv_logger(tmp_path)
-    logger.log_table("completions/train", ["text"], [[evil], ["a\n,b"]], step=1)
-    logger.log_metrics({evil: 1.0, "loss/total": 2.0}, step=1)
-    assert [row["text"] for row in read_rows(tmp_path / "csv" / "completions_train.csv")] == [f"'{evil}", "a\n,b"]
-    assert text(tmp_path) == [f"step,'{evil},loss/total", "1,1.0,2.0"]
 
 
 @pytest.mark.slow
@@ -332,7 +310,7 @@ def test_every_service_has_the_same_run_with_every_scalar_and_no_secret(services
 
 @pytest.mark.slow
 def test_runs_of_wandb_end_with_their_training(tmp_path):
-    from grpo_lightning.logger.services import WandbLogger
+    from grpo_lightning.logger import WandbLogger
 
     names = set()
     for status in ("success", "failed"):
@@ -344,10 +322,3 @@ def test_runs_of_wandb_end_with_their_training(tmp_path):
         logger.finalize(status)
         names.add(name)
     assert len(names) == 2
-
-
-def test_a_run_keeps_its_identifier(tmp_path):
-    file = tmp_path / "run" / ".wandb_id"
-    assert load_run_id(file) is None
-    save_run_id(file, "ab12-c_d")
-    assert load_run_id(file) == "ab12-c_d"

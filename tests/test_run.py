@@ -11,8 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import grpo_lightning as grpo
 from grpo_lightning.callbacks.export import check_replaceable
-from grpo_lightning.checkpoint import rewind
-from grpo_lightning.checkpoint.resume import config_diff, find_checkpoint
+from grpo_lightning.checkpoint.resume import EVENTS_SUFFIX, config_diff, find_checkpoint
 from grpo_lightning.config import ConfigError, check_config
 from grpo_lightning.run import Run
 from tests.support.board import scalars
@@ -263,8 +262,8 @@ def test_a_new_run_removes_no_foreign_logs(tmp_path):
         return next(path for path in directory.rglob("events*") if path not in before)
 
     logs = tmp_path / "tensorboard"
-    foreign = [logged(logs, 1), logged(logs / "exp1", 1), logged(logs / "exp2", 1, rewind.EVENTS_SUFFIX)]
-    killed = logged(logs, 7, rewind.EVENTS_SUFFIX)  # of a run that was killed before its first checkpoint
+    foreign = [logged(logs, 1), logged(logs / "exp1", 1), logged(logs / "exp2", 1, EVENTS_SUFFIX)]
+    killed = logged(logs, 7, EVENTS_SUFFIX)  # of a run that was killed before its first checkpoint
     before = {path: path.read_bytes() for path in foreign}
     small_run(tmp_path, "steps=1")
     assert not killed.exists()

@@ -52,13 +52,7 @@ def saved(directory: Path) -> int:
 
 def printed(directory: Path, process: subprocess.Popen, exit_status: int, seconds: float = 120) -> str:
     """What a run that has ended has printed: no traceback; nothing of it still runs."""
-    try:
-        process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        for pid in running(f"hydra.run.dir={directory}/run"):
-            if int(pid) != process.pid:
-                os.kill(int(pid), signal.SIGABRT)  # so that each of its threads says where it is
-        process.wait(timeout=30)
+    process.wait(timeout=seconds)
     text = (directory / "log").read_text()
     assert process.returncode == exit_status, text[-6000:]
     assert "Traceback" not in text, text
@@ -90,15 +84,10 @@ def test_ctrl_c_at_any_moment_saves_the_last_complete_step(moment, step, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_ctrl_c_before_there_is_a_run(processes, tmp_path):
-    process = begin(tmp_path, *(TWO if processes == 2 else ()))
-    mark = f"hydra.run.dir={tmp_path}/run"
-    if processes == 1:
-        wait_for(lambda: any("libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text() for pid in running(mark)), process)
-    else:
-        wait_for(lambda: len(running(mark)) == 3, process)
-        time.sleep(1)  # the second one is being imported
+def test_ctrl_c_before_there_is_a_run(tmp_path):
+    process = begin(tmp_path, *TWO)
+    wait_for(lambda: len(running(f"hydra.run.dir={tmp_path}/run")) == 3, process)
+    time.sleep(1)  # the second one is being imported
     os.killpg(process.pid, signal.SIGINT)
     assert printed(tmp_path, process, 130, seconds=60).count("interrupted") == 1
 
@@ -128,9 +117,8 @@ def test_a_run_under_nohup_stays(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["marks_and_naps_on", "naps_on_in_process_1"])
-def test_a_second_ctrl_c_ends_at_once(function, tmp_path):
-    process = begin(tmp_path, *(TWO if "process" in function else ()), *naps(tmp_path, timeout=None, function=function))
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    process = begin(tmp_path, *TWO, *naps(tmp_path, timeout=None, function="naps_on_in_process_1"))
     wait_for((tmp_path / "begun").exists, process)
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)
@@ -143,15 +131,11 @@ def test_a_second_ctrl_c_ends_at_once(function, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("to_group", "number", "exit_status", "status"),
-    [(True, signal.SIGINT, 130, "interrupted"), (False, signal.SIGTERM, 143, "preempted")],
-)
-def test_two_processes_end_together(to_group, number, exit_status, status, tmp_path):
+def test_two_processes_end_together(tmp_path):
     process = begin(tmp_path, *TWO, *naps(tmp_path, timeout=None, seconds=3))
     wait_for(lambda: all((tmp_path / f"begun.{rank}").exists() for rank in (0, 1)), process)
-    (os.killpg if to_group else os.kill)(process.pid, number)
-    sentence = ended(tmp_path, process, exit_status, status, seconds=60)
+    process.terminate()  # the first one only
+    sentence = ended(tmp_path, process, 143, "preempted", seconds=60)
     assert "step 0 is saved; continue with: python train.py" in sentence
     assert saved(tmp_path) == 0
 

@@ -11,10 +11,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lightning import __version__
-from grpo_lightning.checkpoint import io, rewind
+from grpo_lightning.checkpoint import io, resume
 from grpo_lightning.console import atomic_path, utc_now
 from grpo_lightning.distributed.signals import Preempted
-from grpo_lightning.logger.base import warn_on_failure
+from grpo_lightning.logger import warn_on_failure
+
+_KEPT = "the checkpoints of earlier steps stay as before"
 
 
 class RunCheckpoint(Checkpoint):
@@ -49,12 +51,7 @@ class RunCheckpoint(Checkpoint):
         self._bytes = io.checkpoint_bytes(module.policy, module.optimizer, all_weights=module.base is None)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._data = data.fingerprint() if hasattr(data, "fingerprint") else None
-        problem = None
-        if trainer.is_global_zero:
-            try:
-                io.check_room(self.last.parent, checkpoint=self._bytes)
-            except io.CannotSave as error:
-                problem = str(error)
+        problem = io.room_problem(self.last.parent, checkpoint=self._bytes) if trainer.is_global_zero else None
         if problem := trainer.strategy.broadcast(problem):  # all processes end, none waits for another
             raise io.CannotSave(problem)
 
@@ -62,7 +59,7 @@ class RunCheckpoint(Checkpoint):
         step, every = module.completed_steps, module.validation.every
         validates_now = step == module.steps or (every and step % every == 0)
         if step % self.every == 0 and not validates_now:  # a validation ends with a checkpoint of its own
-            self._save(trainer)
+            self._save(trainer, module)
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         # A continued run that starts between two validations skips the one before its first step.
@@ -73,18 +70,18 @@ class RunCheckpoint(Checkpoint):
         value = module.metrics.get(self.monitor, float("-inf"))  # training metrics come with the first step
         improved = value > self.best_value
         self.best_value = max(self.best_value, value)
-        self._save(trainer)
+        self._save(trainer, module)
         if improved and trainer.is_global_zero:
-            with io.explain_write_errors(self.best, self._bytes, kept=self._kept):
+            with io.explain_write_errors(self.best, self._bytes, kept=_KEPT):
                 _link(self.last, self.best)
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         if self._saved_step != module.completed_steps:  # a time limit or another callback has ended the run
-            self._save(trainer)
+            self._save(trainer, module)
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Preempted) and exception.between_steps and trainer.state.fn == "fit":
-            self._save(trainer)
+            self._save(trainer, module)
 
     def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
@@ -96,7 +93,7 @@ class RunCheckpoint(Checkpoint):
             "version": __version__,
             "config": module.settings,
             "best": self.best_value,
-            "events": rewind.event_lengths(self.events_directory),
+            "events": resume.event_lengths(self.events_directory),
             "started": self._started_at,
             "seconds": self._seconds_before + time.perf_counter() - self._started,
             "data": self._data,
@@ -108,14 +105,10 @@ class RunCheckpoint(Checkpoint):
         self._started_at = checkpoint["run"].get("started") or self._started_at
         self._saved_step = checkpoint["step"]["completed"]
 
-    def _save(self, trainer: Trainer) -> None:
-        with io.explain_write_errors(self.last, self._bytes, kept=self._kept):
+    def _save(self, trainer: Trainer, module: Any) -> None:
+        with io.explain_write_errors(self.last, self._bytes, kept=_KEPT):
             trainer.save_checkpoint(self.last, weights_only=False)
-        self._saved_step = trainer.lightning_module.completed_steps  # type: ignore[assignment]
-
-    def _kept(self) -> str:
-        names = [path.name for path in (self.last, self.best) if path.exists()]
-        return f"{' and '.join(names)} of earlier steps stay as before" if names else "there is no earlier one"
+        self._saved_step = module.completed_steps
 
 
 def _link(source: Path, destination: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint import io
-from grpo_lightning.distributed.sharding import full_state_dict, is_sharded
+from grpo_lightning.distributed.strategies import full_state_dict, is_sharded
 from grpo_lightning.policy import Policy
 
 _MADE_BY = "trained with grpo-lightning"
@@ -71,9 +71,9 @@ def export(
     directory = check_replaceable(directory).resolve()  # replaces what a link leads to, not the link
     staged = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
-    needed = io.weights_bytes((weights or policy.state_dict()).values())
+    needed = sum(weight.nbytes for weight in policy.parameters())
     kept = "the checkpoints stay, and mode=export checkpoint=last exports later"
-    with io.explain_write_errors(directory, needed, kept=lambda: kept):
+    with io.explain_write_errors(directory, needed, kept=kept):
         try:
             staged.mkdir(parents=True)
             policy.export(staged, weights)

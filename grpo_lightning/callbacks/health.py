@@ -14,10 +14,13 @@ from grpo_lightning.console import write_json
 
 log = logging.getLogger(__name__)
 
+TOTAL, KL, CUT, LENGTH = (
+    *("reward/total", "policy/kl_divergence"),
+    *("completion/truncated_fraction", "completion/length_mean"),
+)
 _METRICS = (
-    *("reward/total", "reward/std", "advantage/mean", "advantage/std", "group/mixed", "group/all_right"),
-    *("policy/kl_divergence", "policy/entropy", "policy/clip_fraction", "optim/grad_norm", "optim/skipped"),
-    *("completion/length_mean", "completion/truncated_fraction"),
+    *(TOTAL, KL, CUT, LENGTH, "reward/std", "advantage/mean", "advantage/std", "group/mixed", "group/all_right"),
+    *("policy/entropy", "policy/clip_fraction", "optim/grad_norm", "optim/skipped"),
 )
 OUTCOME = "outcome"
 """The name of the outcome reward in a history, whatever its name in the run."""
@@ -40,12 +43,7 @@ class HealthHistory:
     """``best``, the highest pass@1, ``total``, the reward at that time, and ``newest``."""
 
     def add(self, metrics: Mapping[str, float], outcome: str | None) -> None:
-        """Add a rollout.
-
-        Args:
-            metrics: Its metrics by name.
-            outcome: The name of the reward that says whether a completion is right, if there is one.
-        """
+        """Add the metrics of a rollout; ``outcome`` names the reward that says whether a completion is right."""
         row = {name: metrics[name] for name in _METRICS if name in metrics}
         if f"reward/{outcome}" in metrics:
             row[OUTCOME] = metrics[f"reward/{outcome}"]
@@ -54,11 +52,11 @@ class HealthHistory:
         self.recent = [*self.recent, row][-max(RECENT, self.patience) :]
         outcome_mean = self.mean(OUTCOME, SHORT_WINDOW)
         if outcome_mean >= self.best.get("outcome", -math.inf):
-            self.best = {"outcome": outcome_mean, "total": self.mean("reward/total", SHORT_WINDOW)}
+            self.best = {"outcome": outcome_mean, "total": self.mean(TOTAL, SHORT_WINDOW)}
 
     def add_validation(self, pass_at_1: float) -> None:
         """Add a validation."""
-        total = _mean(self.recent[-WINDOW:], "reward/total")
+        total = _mean(self.recent[-WINDOW:], TOTAL)
         if pass_at_1 >= self.validation.get("best", -1.0):
             self.validation = {"best": pass_at_1} | ({} if math.isnan(total) else {"total": total})
         self.validation["newest"] = pass_at_1
@@ -84,201 +82,72 @@ class HealthHistory:
         return self.mean(OUTCOME) > start + 0.05 * max(abs(start), 0.5)
 
 
-_Check = Callable[[HealthHistory], float | None]
-
-
 def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
     values = [row.get(name, math.nan) for row in rows]
     return sum(values) / len(values) if values else math.nan
 
 
-@dataclass(frozen=True)
-class HealthRule:
-    """A fault of runs, how it shows in the metrics, and what to do."""
-
-    name: str
-    check: Callable[[HealthHistory], float | None]
-    """Returns the value that shows the fault, or None."""
-    metric: str
-    """The metric to look at."""
-    message: str
-    """What is wrong, with ``{value}`` and ``{patience}``."""
-    advice: str
-    is_fatal: bool
-    """Whether such a run cannot recover; faults that show later are consequences."""
-
-
-RULES: list[HealthRule] = []
-"""In the order in which they are checked."""
-
-
-def _rule(metric: str, message: str, *, advice: str, is_fatal: bool = False) -> Callable[[_Check], _Check]:
-    """Make a rule of a function that returns the value which shows a fault, or None."""
-
-    def add(check: _Check) -> _Check:
-        RULES.append(HealthRule(check.__name__, check, metric, message, advice, is_fatal))
-        return check
-
-    return add
-
-
 def _has_equal_rewards(row: Mapping[str, float]) -> bool:
     # Advantages are exactly 0 where all rewards of a group are equal; their deviation in float32 rarely is.
-    rounding = 1e-6 * max(1.0, abs(row.get("reward/total", 0.0)))
+    rounding = 1e-6 * max(1.0, abs(row.get(TOTAL, 0.0)))
     no_advantage = row.get("advantage/std") == 0 == row.get("advantage/mean")
     return no_advantage and row.get("reward/std", 0.0) <= rounding
 
 
-@_rule(
-    "reward/std",
-    "in each of the last {patience} rollouts all completions of a prompt had the same reward (reward/total is "
-    "{value:.3g}), so that nothing is learned from them",
-    advice="a reward with finer differences, harder or easier prompts, a larger rollout.group_size, a higher "
-    "rollout.temperature",
-    is_fatal=True,
-)
-def standstill(history: HealthHistory) -> float | None:
-    """Rewards are equal within all groups, so that every advantage is 0."""
-    return history.recent[-1].get("reward/total", 0.0) if history.all_of_last(_has_equal_rewards) else None
+def _when(is_found: bool, value: float) -> float | None:
+    return value if is_found else None
 
 
-@_rule(
-    "optim/grad_norm",
-    "the gradient was exactly 0 in each of the last {patience} rollouts although rewards differ, so that no weight "
-    "moves",
-    advice="look at policy/clip_fraction, at the loss's coefficients, at completion/truncated_fraction with "
-    "rollout.mask_truncated, and whether the policy's forward pass is connected to its weights",
-    is_fatal=True,
-)
-def no_gradient(history: HealthHistory) -> float | None:
-    """The gradient is exactly 0 although rewards differ."""
-    is_flat = history.all_of_last(lambda row: row.get("optim/grad_norm") == 0 and not _has_equal_rewards(row))
-    return 0.0 if is_flat else None
-
-
-@_rule(
-    "optim/lr",
-    "the policy has collapsed: rewards are gone, and policy/kl_divergence, or the outcome, is {value:.3g}",
-    advice="lower optimizer.lr, by a factor of ten if it happens at once, and start anew",
-    is_fatal=True,
-)
-def learning_rate(history: HealthHistory) -> float | None:
+def _collapse(history: HealthHistory) -> float | None:
     """The policy has left its start at once, or lost most of its outcome, and the total reward fell with it."""
-    outcome, total, kl = (
-        history.mean(name, SHORT_WINDOW) for name in (OUTCOME, "reward/total", "policy/kl_divergence")
-    )
     if not history.best:
         return None
-    first = history.first[0]
-    if not total < max(history.best["total"], first.get("reward/total", total)):
+    outcome, total, kl = (history.mean(name, SHORT_WINDOW) for name in (OUTCOME, TOTAL, KL))
+    first, best = history.first[0], history.best["outcome"]
+    if not total < max(history.best["total"], first.get(TOTAL, total)):
         return None
-    if kl > 2 and outcome < max(history.best["outcome"], first.get(OUTCOME, outcome)) / 2:
+    if kl > 2 and outcome < max(best, first.get(OUTCOME, outcome)) / 2:
         return kl
-    best = history.best["outcome"]
     return outcome if outcome < best / 4 and outcome < best - 0.1 else None
 
 
-@_rule(
-    "reward/total",
-    "reward/total rises while the outcome falls, to {value:.3g}",
-    advice="lower the weight of what rises, raise loss.kl_coef, read the sample texts",
-    is_fatal=True,
-)
-def hacking(history: HealthHistory) -> float | None:
+def _hacking(history: HealthHistory) -> float | None:
     """The total reward is higher than where the outcome, or pass@1, was best, which has fallen by a tenth since."""
-    outcome, total = history.mean(OUTCOME), history.mean("reward/total")
+    outcome, total = history.mean(OUTCOME), history.mean(TOTAL)
     best = history.best.get("outcome", math.nan)
     if outcome < best - 0.1 * max(abs(best), 0.5) and total > history.best["total"]:
         return outcome
     validation = history.validation
-    total_before = validation.get("total", history.start("reward/total", 1))
-    if validation and validation["newest"] < validation["best"] - 0.1 and total > total_before:
-        return validation["newest"]
+    if validation and validation["newest"] < validation["best"] - 0.1:
+        return validation["newest"] if total > validation.get("total", history.start(TOTAL, 1)) else None
     return None
 
 
-@_rule(
-    "group/mixed",
-    "only {value:.0%} of the last groups had right and wrong completions, and only those have signal",
-    advice="much all_wrong: easier prompts or more samples; much all_right: harder ones",
-)
-def teaching(history: HealthHistory) -> float | None:
-    """Few groups have right and wrong completions, and not because the run has learned."""
-    mixed = history.mean("group/mixed")
-    return mixed if mixed < 0.2 and not history.has_improved else None
-
-
-@_rule(
-    "completion/truncated_fraction",
-    "{value:.0%} of the last completions were truncated",
-    advice="raise rollout.max_new_tokens; or environment.max_turns, if the environment has ended too few episodes",
-)
-def truncation(history: HealthHistory) -> float | None:
+def _truncation(history: HealthHistory) -> float | None:
     """Many completions are truncated, or clearly more than in the beginning."""
-    name = "completion/truncated_fraction"
-    fraction, start = history.mean(name), history.start(name)
-    return fraction if fraction > 0.3 or fraction > start + 0.1 else None
+    fraction = history.mean(CUT)
+    return fraction if fraction > 0.3 or fraction > history.start(CUT) + 0.1 else None
 
 
-@_rule(
-    "completion/length_mean",
-    "completions have grown to {value:.0f} tokens without becoming better",
-    advice="a length reward, or algorithm=dr_grpo",
-)
-def length(history: HealthHistory) -> float | None:
+def _length(history: HealthHistory) -> float | None:
     """Completions are half as long again, and no better."""
-    length, start = history.mean("completion/length_mean"), history.start("completion/length_mean", FIRST)
-    is_longer = history.count >= 2 * WINDOW and length > 1.5 * start
+    length = history.mean(LENGTH)
+    is_longer = history.count >= 2 * WINDOW and length > 1.5 * history.start(LENGTH, FIRST)
     return length if is_longer and not history.has_improved else None
 
 
-@_rule(
-    "policy/entropy",
-    "policy/entropy has fallen to {value:.2g} nats per token before the task is learned",
-    advice="raise loss.entropy_coef, epsilon_high or the temperature",
-)
-def entropy(history: HealthHistory) -> float | None:
+def _entropy(history: HealthHistory) -> float | None:
     """Hardly any entropy is left, although half of the groups are not all right yet or nothing was learned."""
-    entropy, start = history.mean("policy/entropy"), history.start("policy/entropy")
-    all_right = history.mean("group/all_right")
-    collapsed = entropy < 0.05 * start and all_right < 0.5
+    entropy, all_right = history.mean("policy/entropy"), history.mean("group/all_right")
+    collapsed = entropy < 0.05 * history.start("policy/entropy") and all_right < 0.5
     is_stuck = entropy < 0.01 and all_right <= 1 and not history.has_improved  # NaN in runs without groups
     return entropy if collapsed or is_stuck else None
 
 
-@_rule(
-    "policy/clip_fraction",
-    "the clip is active on {value:.0%} of the tokens",
-    advice="fewer ppo_epochs, a lower learning rate",
-)
-def clipping(history: HealthHistory) -> float | None:
-    """The clip is active on many tokens."""
-    fraction = history.mean("policy/clip_fraction")
-    return fraction if fraction > 0.3 else None
-
-
-@_rule(
-    "policy/kl_divergence",
-    "policy/kl_divergence has grown to {value:.2g} nats per token",
-    advice="raise loss.kl_coef, lower the learning rate",
-)
-def kl(history: HealthHistory) -> float | None:
-    """The distance to the reference is large and grows."""
-    kl, before = history.mean("policy/kl_divergence"), history.mean("policy/kl_divergence", before=WINDOW)
-    return kl if kl > 0.5 and kl > 1.5 * before else None
-
-
-@_rule(
-    "optim/grad_norm",
-    "several gradients were ten times as large as usual or not finite, the largest {value:.3g}",
-    advice="lower the learning rate, use larger groups or more warm-up",
-)
-def spikes(history: HealthHistory) -> float | None:
+def _spikes(history: HealthHistory) -> float | None:
     """Four gradients are ten times as large as usual, now and in the beginning, or not finite."""
     recent = history.recent[-RECENT:]
-    early, norms = (
-        [row["optim/grad_norm"] for row in rows if "optim/grad_norm" in row] for rows in (history.first, recent)
-    )
+    early, norms = ([r["optim/grad_norm"] for r in rows if "optim/grad_norm" in r] for rows in (history.first, recent))
     if len(norms) < RECENT:
         return None
     # single spikes of twenty times the median are part of healthy runs; clipping takes care of them
@@ -286,6 +155,91 @@ def spikes(history: HealthHistory) -> float | None:
     spikes = [norm for norm in norms if norm > 10 * usual > 0]
     skipped = [row.get("optim/skipped", 0.0) for row in recent]
     return max(norms) if len(spikes) + skipped[-1] - skipped[0] >= 4 else None
+
+
+@dataclass(frozen=True)
+class HealthRule:
+    """A fault of runs, how it shows in the metrics, and what to do."""
+
+    name: str
+    metric: str
+    """The metric to look at."""
+    check: Callable[[HealthHistory], float | None]
+    """Returns the value that shows the fault, or None."""
+    message: str
+    """What is wrong, with ``{value}`` and ``{patience}``."""
+    advice: str
+    is_fatal: bool = False
+    """Whether such a run cannot recover; faults that show later are consequences."""
+
+
+RULES = (
+    HealthRule(
+        *("standstill", "reward/std"),
+        lambda h: _when(h.all_of_last(_has_equal_rewards), h.recent[-1].get(TOTAL, 0.0)),
+        "in each of the last {patience} rollouts all completions of a prompt had the same reward (reward/total is "
+        "{value:.3g}), so that nothing is learned from them",
+        "a reward with finer differences, harder or easier prompts, a larger rollout.group_size, a higher "
+        "rollout.temperature",
+        is_fatal=True,
+    ),
+    HealthRule(
+        *("no_gradient", "optim/grad_norm"),
+        lambda h: _when(h.all_of_last(lambda row: row.get("optim/grad_norm") == 0 and not _has_equal_rewards(row)), 0),
+        "the gradient was exactly 0 in each of the last {patience} rollouts although rewards differ, so that no weight "
+        "moves",
+        "look at policy/clip_fraction, at the loss's coefficients, at completion/truncated_fraction with "
+        "rollout.mask_truncated, and whether the policy's forward pass is connected to its weights",
+        is_fatal=True,
+    ),
+    HealthRule(
+        *("learning_rate", "optim/lr", _collapse),
+        "the policy has collapsed: rewards are gone, and policy/kl_divergence, or the outcome, is {value:.3g}",
+        "lower optimizer.lr, by a factor of ten if it happens at once, and start anew",
+        is_fatal=True,
+    ),
+    HealthRule(
+        *("hacking", TOTAL, _hacking, "reward/total rises while the outcome falls, to {value:.3g}"),
+        "lower the weight of what rises, raise loss.kl_coef, read the sample texts",
+        is_fatal=True,
+    ),
+    HealthRule(
+        *("teaching", "group/mixed"),
+        lambda h: _when((mixed := h.mean("group/mixed")) < 0.2 and not h.has_improved, mixed),
+        "only {value:.0%} of the last groups had right and wrong completions, and only those have signal",
+        "much all_wrong: easier prompts or more samples; much all_right: harder ones",
+    ),
+    HealthRule(
+        *("truncation", CUT, _truncation, "{value:.0%} of the last completions were truncated"),
+        "raise rollout.max_new_tokens; or environment.max_turns, if the environment has ended too few episodes",
+    ),
+    HealthRule(
+        *("length", LENGTH, _length, "completions have grown to {value:.0f} tokens without becoming better"),
+        "a length reward, or algorithm=dr_grpo",
+    ),
+    HealthRule(
+        *("entropy", "policy/entropy", _entropy),
+        "policy/entropy has fallen to {value:.2g} nats per token before the task is learned",
+        "raise loss.entropy_coef, epsilon_high or the temperature",
+    ),
+    HealthRule(
+        *("clipping", "policy/clip_fraction"),
+        lambda h: _when((fraction := h.mean("policy/clip_fraction")) > 0.3, fraction),
+        *("the clip is active on {value:.0%} of the tokens", "fewer ppo_epochs, a lower learning rate"),
+    ),
+    HealthRule(
+        *("kl", KL),
+        lambda h: _when((kl := h.mean(KL)) > 0.5 and kl > 1.5 * h.mean(KL, before=WINDOW), kl),
+        "policy/kl_divergence has grown to {value:.2g} nats per token",
+        "raise loss.kl_coef, lower the learning rate",
+    ),
+    HealthRule(
+        *("spikes", "optim/grad_norm", _spikes),
+        "several gradients were ten times as large as usual or not finite, the largest {value:.3g}",
+        "lower the learning rate, use larger groups or more warm-up",
+    ),
+)
+"""In the order in which they are checked."""
 
 
 def new_findings(history: HealthHistory, reported: Sequence[Mapping[str, Any]]) -> list[tuple[HealthRule, float]]:
@@ -335,11 +289,10 @@ class HealthMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._write(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        metrics: Mapping[str, float] = module.metrics  # type: ignore[assignment]
-        step: int = module.completed_steps  # type: ignore[assignment]
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         rollout: Any = getattr(module, "rollout", None)
-        self._history.add(metrics, rollout.scorer.outcome_name if rollout else None)
+        self._history.add(module.metrics, rollout.scorer.outcome_name if rollout else None)
+        step = module.completed_steps
         for rule, value in new_findings(self._history, self.findings):
             message = rule.message.format(value=value, patience=self._history.patience)
             finding = {"rule": rule.name, "step": step, "metric": rule.metric, "value": value, "said": message}
@@ -352,10 +305,10 @@ class HealthMonitor(Callback):
                 self._reason = f"{text} (callbacks.doctor.stop=true)"
                 trainer.should_stop = True
 
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        metrics: Mapping[str, float] = module.metrics  # type: ignore[assignment]
-        if trainer.state.fn == "fit" and module.validated_at == module.completed_steps and "val/pass@1" in metrics:
-            self._history.add_validation(metrics["val/pass@1"])
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        is_new = trainer.state.fn == "fit" and module.validated_at == module.completed_steps
+        if is_new and "val/pass@1" in module.metrics:
+            self._history.add_validation(module.metrics["val/pass@1"])
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self._reason:

@@ -106,11 +106,13 @@ def describe_metrics(module: Any, *, room: int, keep_old: bool = False) -> str:
         keep_old: Whether the newest validation is shown, with its step, also where steps have been made since.
     """
     metrics, parts = module.metrics, []
-    outcome = outcome_metric(module)
-    if outcome is not None:
-        number = format_number(metrics[outcome], 2)
+    scorer = module.validation.scorer
+    outcome = f"reward/{scorer.outcome_name}" if scorer.rewards else ""
+    first = next((name for name in (outcome, "reward/total", "loss/total") if name in metrics), None)
+    if first is not None:
+        number = format_number(metrics[first], 2)
         length = max(0, min(_MAX_NAME, room - len(number) - 1))
-        parts.append(f"{single_line(metric_label(outcome))[:length]} {number}".strip())
+        parts.append(f"{single_line(metric_label(first))[:length]} {number}".strip())
     is_new = module.validated_at == module.completed_steps
     if "val/pass@1" in metrics and (is_new or keep_old):
         old = "" if is_new else f" (step {module.validated_at})"
@@ -122,17 +124,10 @@ def describe_metrics(module: Any, *, room: int, keep_old: bool = False) -> str:
         ("advantage/std", "advantage ±"),
         ("perf/tokens_per_second", "tok/s "),
     ):
-        if name in metrics and name != outcome:
+        if name in metrics and name != first:
             value, is_kl = metrics[name], name == "policy/kl_divergence"
             short = drop_leading_zero(f"{value:.2g}") if is_kl else format_number(value, 2)
             parts.append(label + (f"{value:.0f}" if name.startswith("perf/") else short))
     while parts and len("  ".join(parts)) > room:
         parts.pop()
     return "  ".join(parts)
-
-
-def outcome_metric(module: Any) -> str | None:
-    """The metric that shows how training goes: the reward that says whether a completion is right, or a loss."""
-    scorer = module.validation.scorer
-    outcome = f"reward/{scorer.outcome_name}" if scorer.rewards else ""
-    return next((name for name in (outcome, "reward/total", "loss/total") if name in module.metrics), None)

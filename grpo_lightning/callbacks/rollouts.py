@@ -10,10 +10,11 @@ from lightning import Callback, LightningModule, Trainer
 from grpo_lightning import __version__, recording
 from grpo_lightning.console import single_line
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.recording import fingerprint, to_lines
 from grpo_lightning.rollout.collector import Collected
 
 log = logging.getLogger(__name__)
+_RECORDED = ("reward", "advantage", "loss", "rollout")
+"""The parts whose settings are recorded, once."""
 
 
 class RecordRollouts(Callback):
@@ -39,7 +40,7 @@ class RecordRollouts(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if isinstance(module, GRPOLightningModule) and self._is_due(module.completed_steps + 1):
-            self._policy = fingerprint(module.policy)
+            self._policy = recording.fingerprint(module.policy)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -50,16 +51,14 @@ class RecordRollouts(Callback):
         updates = outputs["updates"]
         logprobs: dict[int, list[float]] = {}
         if len(updates) == 1 and collected.is_fresh:
-            local: dict[int, list[float]] = {}
-            for rows, values in updates[0].microbatches:
-                local |= zip(rows.tolist(), values.tolist(), strict=True)
-            for part in module.loop.ranks.gather(local):
+            pairs = (zip(rows.tolist(), values.tolist(), strict=True) for rows, values in updates[0].microbatches)
+            for part in module.loop.ranks.gather({row: values for pair in pairs for row, values in pair}):
                 logprobs |= part
         if not trainer.is_global_zero:
             return
         header = self._header(module, collected, len(updates), outputs["collector"])
         try:
-            lines = to_lines(header, collected.scored, collected.rollout, logprobs)
+            lines = recording.to_lines(header, collected.scored, collected.rollout, logprobs)
             recording.write(self.directory / recording.file_name(module.completed_steps), lines)
         except (OSError, ValueError) as error:  # a full disk, or what JSON cannot hold
             if not self._has_warned:
@@ -81,11 +80,9 @@ class RecordRollouts(Callback):
             for name, value in module.metrics.items()
             if name not in metrics and not name.startswith(("time/", "perf/", "val/"))
         }
-        parts = ("reward", "advantage", "loss")
-        settings: dict[str, Any] = {name: module.settings[name] for name in parts if name in module.settings}
-        if "rollout" in module.settings:
-            copies = ("reward", "advantage", "path")
-            settings["rollout"] = {key: v for key, v in module.settings["rollout"].items() if key not in copies}
+        settings: dict[str, Any] = {name: v for name, v in module.settings.items() if name in _RECORDED}
+        if "rollout" in settings:
+            settings["rollout"] = {k: v for k, v in settings["rollout"].items() if k not in ("path", *_RECORDED)}
         return {
             "format": recording.FORMAT,
             "version": __version__,

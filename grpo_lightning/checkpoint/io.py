@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,13 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from grpo_lightning.console import atomic_path
-from grpo_lightning.distributed.sharding import explain_read_errors
+from grpo_lightning.distributed.strategies import explain_read_errors
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OVERHEAD = 65_536
-"""Bytes of settings, metrics and counters in a checkpoint."""
-_OVERHEAD_PER_TENSOR = 1_000
-"""Bytes around each tensor: its name, its entry in the archive and the padding."""
 
 
 class CannotSave(OSError):
@@ -98,92 +94,56 @@ def read_weights(path: Path) -> dict[str, Any]:
     return weights
 
 
-def checkpoint_bytes(policy: nn.Module, optimizer: Callable[..., torch.optim.Optimizer], *, all_weights: bool) -> int:
-    """The predicted size of a checkpoint of the trained weights, or of all, with the optimizer's state."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    values = policy.state_dict().values() if all_weights else trained
-    state = sum(weight.numel() for weight in trained) * optimizer_bytes(optimizer)
-    return int(weights_bytes(values) + state + _OVERHEAD_PER_TENSOR * (len(values) + 3 * len(trained)) + _OVERHEAD)
+def checkpoint_bytes(policy: nn.Module, optimizer: Any, *, all_weights: bool) -> int:
+    """The predicted size of a checkpoint of the trained weights, or of all, with AdamW's state of 8 or 32 bits."""
+    weights = list(policy.parameters())  # tied ones once, as they are written
+    state = sum(weight.numel() for weight in weights if weight.requires_grad) * (2 if "8bit" in repr(optimizer) else 8)
+    return state + sum(weight.nbytes for weight in weights if all_weights or weight.requires_grad)
 
 
-def optimizer_bytes(optimizer: Callable[..., torch.optim.Optimizer]) -> float:
-    """Bytes of optimizer state per trained weight, measured on a few; AdamW's 8 where that fails."""
-    weight = nn.Parameter(torch.zeros(256, 256))  # 8-bit optimizers have full states below 4,096 values
-    try:
-        trial = optimizer([weight])
-        weight.grad = torch.zeros_like(weight)
-        trial.step()
-        state = [value for value in trial.state.get(weight, {}).values() if isinstance(value, torch.Tensor)]
-        return sum(value.nbytes for value in state if value.dim()) / weight.numel()
-    except Exception:  # a factory of the user's may want more than parameters
-        return 8.0
-
-
-def weights_bytes(weights: Iterable[Any]) -> int:
-    """Bytes of tensors as they are written: tied weights are written once."""
-    sizes: dict[Any, int] = {}
-    for weight in weights:
-        if isinstance(weight, torch.Tensor):
-            is_plain = type(weight) in (torch.Tensor, nn.Parameter)  # a sharded one has no address
-            key = ((is_plain and weight.data_ptr()) or id(weight), tuple(weight.shape))
-            sizes[key] = weight.numel() * weight.element_size()
-    return sum(sizes.values())
-
-
-def check_room(directory: Path, *, checkpoint: int) -> None:
-    """Refuse a run whose checkpoints, of so many bytes, do not fit on the disk, before its first step.
+def room_problem(directory: Path, *, checkpoint: int) -> str | None:
+    """Why checkpoints of so many bytes do not fit on the disk, if so.
 
     The old checkpoint stays until the new one is complete, so there are two for a moment.
-
-    Raises:
-        CannotSave: There is no room for two.
     """
     last, free = directory / "last.ckpt", _free(directory / "last.ckpt")
-    if free < checkpoint * (2 - last.exists()):
-        needed = "one more" if last.exists() else "two: the old one stays until the new one is complete"
-        raise CannotSave(
-            f"{directory}: a checkpoint takes {format_bytes(checkpoint)}, and {format_bytes(free)} are free; make room "
-            f"for {needed}"
-        )
+    if free >= checkpoint * (2 - last.exists()):
+        return None
+    needed = "one more" if last.exists() else "two: the old one stays until the new one is complete"
+    sizes = f"a checkpoint takes {_format_bytes(checkpoint)}, and {_format_bytes(free)} are free"
+    return f"{directory}: {sizes}; make room for {needed}"
 
 
 @contextmanager
-def explain_write_errors(path: Path, needed: int, *, kept: Callable[[], str]) -> Iterator[None]:
-    """Inside, ``path`` is written; an error of the operating system is raised as one sentence.
+def explain_write_errors(path: Path, needed: int, *, kept: str) -> Iterator[None]:
+    """Inside, ``path`` is written, which takes about ``needed`` bytes; a full disk is told in one sentence.
 
     Args:
         path: The file or directory.
         needed: The bytes that it takes, about.
-        kept: Says what remains as it was.
+        kept: What remains as it was, for the message.
 
     Raises:
-        CannotSave: It could not be written; its cause is the error.
+        CannotSave: The disk is full; the cause is the error.
     """
     try:
         yield
     except (Exception, CheckpointException) as error:
-        failures: Any = getattr(error, "failures", {})  # of torch.distributed.checkpoint: rank -> (error, traceback)
-        causes: list[Any] = [error, *(pair[0] for pair in failures.values())]
-        causes += [inner for outer in causes if (inner := outer.__cause__ or outer.__context__)]
-        number = next((cause.errno for cause in causes if isinstance(cause, OSError) and cause.errno), None)
         free = _free(path)
-        # torch's writer of archives and safetensors do not hand on the error number
-        hides_number = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-        if number is None and hides_number and free < needed:
-            number = errno.ENOSPC
-        if number is None or isinstance(error, ConnectionError):
+        # Neither torch's writers nor safetensors hand on the error number.
+        if getattr(error, "errno", None) not in _DISK_FULL and free >= needed:
             raise
-        sizes = f": it takes {format_bytes(needed)}, and {format_bytes(free)} are free on its disk"
-        reason = f"({os.strerror(number)}){sizes if number in _DISK_FULL else ''}"
-        raise CannotSave(f"{path} was not written {reason}; {kept()}") from error
+        sizes = f"it takes {_format_bytes(needed)}, and {_format_bytes(free)} are free"
+        raise CannotSave(f"{path} was not written, the disk is full: {sizes}; {kept}") from error
 
 
-def format_bytes(count: float) -> str:
+def _format_bytes(count: float) -> str:
     """A number of bytes with its unit, rounded to three digits."""
-    for unit, name in ((1, "bytes"), (1e3, "kB"), (1e6, "MB")):
-        if count < 999.5 * unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count / 1e9:.3g} GB"
+    for unit in ("bytes", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
 
 
 def _free(path: Path) -> int:

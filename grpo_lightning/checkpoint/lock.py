@@ -53,15 +53,14 @@ def lock(directory: Path, *, key: str = "hydra.run.dir") -> Iterator[None]:
         Locked: Another process, or another run of this process, uses it; or it cannot be written to.
     """
     place, path = directory.resolve(), directory / LOCK_FILE
-    holder = {"pid": os.getpid(), "host": socket.gethostname()}
     if place in _locked:
-        raise Locked(_refusal(directory, holder, key))
+        raise Locked(_refusal(directory, key))
     deadline = time.monotonic() + PATIENCE
     try:
         directory.mkdir(parents=True, exist_ok=True)
         while (file := _open_locked(path)) is None:
             if time.monotonic() >= deadline:
-                raise Locked(_refusal(directory, _holder(path), key))
+                raise Locked(_refusal(directory, key))
             time.sleep(0.1)
     except OSError as error:
         raise Locked(f"{key}={directory}: the directory cannot be written to ({error.strerror})") from error
@@ -69,8 +68,9 @@ def lock(directory: Path, *, key: str = "hydra.run.dir") -> Iterator[None]:
     try:
         with suppress(OSError):  # on a full disk the lock works without the holder's name
             started = datetime.now().astimezone().isoformat(timespec="seconds")
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
             os.ftruncate(file, 0)
-            os.pwrite(file, (json.dumps(holder | {"started": started}) + "\n").encode(), 0)
+            os.pwrite(file, (json.dumps(holder) + "\n").encode(), 0)
         yield
     finally:
         _locked.discard(place)
@@ -107,15 +107,11 @@ def _try_lock(file: int, kind: int) -> bool:
     return True
 
 
-def _holder(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        return dict(json.loads(path.read_text()))
-    return {}
-
-
-def _refusal(directory: Path, holder: Mapping[str, Any], key: str) -> str:
-    who = f"process {holder['pid']} on {holder.get('host')}" if "pid" in holder else "another process"
-    since = f" since {holder['started']}" if "started" in holder else ""
-    elsewhere = holder.get("host") not in (None, socket.gethostname())
-    stale = f"; if that process is gone, remove {directory / LOCK_FILE}" if elsewhere else ""
-    return f"{key}={directory}: {who} uses it{since}; name another directory, or wait until it has ended{stale}"
+def _refusal(directory: Path, key: str) -> str:
+    who = f"process {os.getpid()} uses it already"
+    if directory.resolve() not in _locked:  # else closing the file would end this process's lock
+        who = "another process uses it"
+        with suppress(OSError, ValueError, KeyError):
+            holder = json.loads((directory / LOCK_FILE).read_text())
+            who = f"process {holder['pid']} on {holder['host']} uses it since {holder['started']}"
+    return f"{key}={directory}: {who}; name another directory, or wait until it has ended"

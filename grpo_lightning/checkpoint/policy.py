@@ -112,25 +112,20 @@ def check_weights(path: Path, module: Any) -> None:
         for state in (content.get("state_dict") or {}, module.state_dict())
     )
     names = {*stored, *expected} if module.strict_loading else {*stored} & {*expected}
-    differences = [
-        f"{name} {stored.get(name, 'absent')} instead of {expected.get(name, 'absent')}"
-        for name in sorted(names)
-        if stored.get(name) != expected.get(name)
-    ]
-    if not stored or not differences:
+    differing = sorted(name for name in names if stored.get(name) != expected.get(name))
+    if not stored or not differing:
         return
+    first = f"{differing[0]} {stored.get(differing[0], 'absent')} instead of {expected.get(differing[0], 'absent')}"
     before: Mapping[str, Any] = content.get("run", {}).get("config", {}).get("policy", {})
-    after: Mapping[str, Any] = module.settings.get("policy", {})
-    shared = set(before) & set(after) if before.get("_target_") != after.get("_target_") else {*before, *after}
     changed = [
         f"{key} was {old} and is {new}"
-        for key, old, new in config_diff(before, after, prefix="policy")
-        if not key.endswith(("seed", "prompt", "prompts")) and key.split(".")[1] in shared
+        for key, old, new in config_diff(before, module.settings.get("policy", {}), prefix="policy")
+        if not key.endswith(("seed", "prompt", "prompts"))
     ]
     reason = f"its policy has other settings: {', '.join(changed)}" if before and changed else "it is of another model"
     raise ValueError(
-        f"checkpoint={path}: {reason} ({len(differences)} weights differ, such as {differences[0]}); give the settings "
-        "with which it was trained"
+        f"checkpoint={path}: {reason} ({len(differing)} weights differ, such as {first}); give the settings with which "
+        "it was trained"
     )
 
 

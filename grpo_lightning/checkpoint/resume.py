@@ -1,22 +1,35 @@
-"""Which checkpoint a run continues from, what it records of the run, and which settings have changed since."""
+"""Resume: which checkpoint a run continues from, what has changed since, and how its logs and files are cut back."""
 
 import json
 import logging
+import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning import Trainer
+from lightning.pytorch.loggers import Logger
 
+from grpo_lightning import recording
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.config.consistency import uses_fsdp
 from grpo_lightning.config.settings import command_words, config_path_words, leaves, quote_value
 from grpo_lightning.console import redact_overrides
-from grpo_lightning.distributed.sharding import trainer_shards
+from grpo_lightning.distributed.strategies import trainer_shards
+from grpo_lightning.logger import rewind_csv
 
 log = logging.getLogger(__name__)
+
+EVENTS_SUFFIX = ".grpo"
+"""What the names of this project's event files end with, by ``logger.tensorboard.filename_suffix``."""
+_STAGED = re.compile(
+    r"\.(last|best)\.ckpt\.\d+|\.(summary\w*|preflight|health)\.json\.\d+|\.export\d*\.partial|\.\d+\.jsonl\.gz\.\d+"
+)
+_SHARDED = re.compile(r"last_\d+_\d+\.ckpt")
 
 _MAY_CHANGE = {
     *("run_dir", "checkpoint", "steps", "callbacks", "logger", "mode", "tags", "task_name", "preflight", "trusted"),
@@ -46,12 +59,10 @@ def find_checkpoint(
     last = directory / "checkpoints" / "last.ckpt"
     is_fit, holds_run = mode == "fit", last.exists() or _has_checkpoints(last.parent)
     if name is None:
-        if is_fit and last.exists():
-            raise ValueError(
-                f"{directory} already holds a run: checkpoint=last continues it, another hydra.run.dir= starts anew"
-            )
         if is_fit and holds_run:
-            raise ValueError(f"{directory} already holds a run: {_suggestion(last.parent, directory, overrides)}")
+            how = "checkpoint=last continues it, another hydra.run.dir= starts anew"
+            how = how if last.exists() else _suggestion(last.parent, directory, overrides)
+            raise ValueError(f"{directory} already holds a run: {how}")
         # An export of that run would be replaced by one of the policy that it started from.
         words = [word.lstrip("+") for word in overrides]
         is_meant = any(word.startswith("checkpoint=") for word in words)
@@ -74,8 +85,6 @@ def find_checkpoint(
             raise ValueError(f"checkpoint=last: there is no {last}{suggestion}")
     else:
         path = Path(name)
-        if "://" in name:
-            raise ValueError(f"checkpoint={name} is not a local file: download it first")
         if not path.exists():
             raise ValueError(f"checkpoint={name}: no such file")
         for place in (path, path / "checkpoints"):
@@ -228,56 +237,112 @@ def _summary(directory: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def warn_of_changes(
-    recorded: Mapping[str, Any], config: Mapping[str, Any], *, version: str, data: Mapping[str, Any] | None = None
-) -> None:
+def warn_of_changes(recorded: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any] | None) -> None:
     """Warn of settings that have changed since the checkpoint, and of other data under the same settings.
 
     Args:
-        recorded: What the checkpoint records of its run: "config", "version" and "data".
+        recorded: What the checkpoint records of its run: "config" and "data".
         config: The settings of the run that continues it.
-        version: Of this program.
         data: ``PromptData.fingerprint()`` of this run.
     """
-    changes = config_diff(recorded["config"], config, same_version=recorded.get("version") == version)
-    lines: dict[tuple[str, str, str], str] = {}
-    for key, before, after in sorted(changes, key=lambda change: change[0].count(".")):  # a copy is not listed again
-        old, new = ("null" if value is None else value for value in (before, after))
-        ignored = ", which is ignored: a continued run keeps its optimizer" if key.startswith("optimizer.") else ""
-        line = f"  {key} was {old} and is {new} now{ignored}"
-        lines.setdefault((key.rpartition(".")[2], repr(before), repr(after)), line)
+    changes = config_diff(recorded["config"], config)
+    lines = [
+        f"  {key} was {'null' if old is None else old} and is {'null' if new is None else new} now"
+        + (", which is ignored: a continued run keeps its optimizer" if key.startswith("optimizer.") else "")
+        for key, old, new in changes
+    ]
     if lines:
-        log.warning(
-            "settings that have changed since the checkpoint was written:\n%s", "\n".join(sorted(lines.values()))
-        )
-    recorded_data, has_other_settings = recorded.get("data"), any(key.startswith("data.") for key, *_ in changes)
-    if data and recorded_data and dict(recorded_data) != dict(data) and not has_other_settings:
+        log.warning("settings that have changed since the checkpoint was written:\n%s", "\n".join(lines))
+    before = recorded.get("data")
+    if data and before and dict(before) != dict(data) and not any(key.startswith("data.") for key, *_ in changes):
         log.warning(
             "the data are not those of the checkpoint: %s training and %s held-out prompts then, %s and %s now, or "
             "other rows; from here on steps have other prompts than an unbroken run",
-            *(counts[part] for counts in (recorded_data, data) for part in ("training", "held_out")),
+            *(counts[part] for counts in (before, data) for part in ("training", "held_out")),
         )
 
 
-def config_diff(
-    before: Mapping[str, Any], after: Mapping[str, Any], *, same_version: bool = True, prefix: str = ""
-) -> list[tuple[str, Any, Any]]:
-    """Settings that differ between a checkpoint and the run that continues it, except those that may.
+def config_diff(before: Mapping[str, Any], after: Mapping[str, Any], *, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, value before, value after) of settings that differ, except those that may change.
 
     Args:
         before: The settings in the checkpoint.
         after: The settings of the run that continues it.
-        same_version: Whether one version of the program wrote both; else keys that only one of them has, and
-            ``_target_``, are left out.
         prefix: The dotted key of these settings.
-
-    Returns:
-        (dotted key, value before, value after) of each, without copies of whole parts.
     """
     old, new = (dict(leaves(settings, prefix)) for settings in (before, after))
-    keys = {*old, *new} if same_version else {key for key in old if key in new and "_target_" not in key}
     return [
         (key, old.get(key), new.get(key))
-        for key in sorted(keys - {"trainer._target_", *_COPIES})
+        for key in sorted({*old, *new} - {"trainer._target_", *_COPIES})
         if old.get(key) != new.get(key) and not _MAY_CHANGE & {*key.split(".")}
     ]
+
+
+def remove_stale_files(directory: Path, *, keep: Path | None = None, completed: int = 0) -> None:
+    """Remove unfinished files of processes that are gone, and rollouts recorded after the checkpoint.
+
+    Nobody else may be writing in the directory. Directories of sharded checkpoints are removed unless ``last.ckpt`` or
+    ``best.ckpt`` links to them.
+
+    Args:
+        directory: The run directory.
+        keep: A checkpoint that stays in any case.
+        completed: Steps that the run has made when it continues.
+    """
+    checkpoints = directory / "checkpoints"
+    places = [place for place in (directory, checkpoints, directory / recording.FOLDER) if place.is_dir()]
+    present = [path for place in places for path in place.iterdir() if not path.is_symlink()]
+    links = (checkpoints / "last.ckpt", checkpoints / "best.ckpt", keep)
+    used = {path.resolve() for path in links if path and path.exists()}
+    removed = [path for path in present if _STAGED.fullmatch(path.name)]
+    if (checkpoints / "last.ckpt").exists():
+        removed += [p for p in present if _SHARDED.fullmatch(p.name) and p.is_dir() and p.resolve() not in used]
+    for path in removed:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+    with suppress(OSError):
+        removed += recording.rewind(directory / recording.FOLDER, completed)
+    if removed:
+        log.info("removed what a killed process had left: %s", ", ".join(map(str, removed)))
+
+
+def rewind_logs(
+    directory: Path, loggers: Iterable[Logger], events: Mapping[str, int], *, checkpoint: Path | None
+) -> None:
+    """Remove what was logged of steps that will be made again; for a new run, or one from elsewhere, all of it.
+
+    Args:
+        directory: The run directory.
+        loggers: The trainer's.
+        events: The lengths of TensorBoard's files that the checkpoint has recorded.
+        checkpoint: From which the run continues; None for a new run.
+    """
+    resumes = checkpoint is not None and belongs_to(checkpoint, directory)
+    rewind_events(directory / "tensorboard", events if resumes else {})
+    rewind_csv(loggers, recorded_progress(checkpoint, directory)[0] if resumes else -1)
+
+
+def event_lengths(directory: Path) -> dict[str, int]:
+    """The length in bytes of every event file, by name; flush the writer first."""
+    lengths = {}
+    for path in directory.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}"):
+        with suppress(FileNotFoundError):  # removed by the user at this moment
+            lengths[path.name] = path.stat().st_size
+    return lengths
+
+
+def rewind_events(directory: Path, lengths: Mapping[str, int]) -> None:
+    """Cut every event file to its recorded length and remove those that have none.
+
+    Event files only grow, so what lies beyond the recorded length was written by steps that will run again. Files
+    without this project's suffix stay.
+    """
+    for path in directory.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}"):
+        length = lengths.get(path.name, 0)
+        if not length:
+            path.unlink()
+        elif length < path.stat().st_size:
+            os.truncate(path, length)

@@ -69,23 +69,10 @@ def device_problems(config: Mapping[str, Any]) -> Iterator[str]:
     count = torch.cuda.device_count() or int(has_mps and accelerator in ("auto", "gpu", "mps"))
     if accelerator in ("gpu", "cuda", "mps") and (not count or (accelerator == "mps" and not has_mps)):
         yield f"trainer.accelerator={accelerator}: PyTorch finds no such GPU; use cpu or auto"
-    elif accelerator != "cpu":
-        listed = _listed(devices)
-        if not count and listed is not None:
-            yield f"trainer.devices={devices}: there is no GPU; name a number of processes, such as 1"
-        elif count and listed is not None and max(listed) >= count:
-            yield f"trainer.devices={devices}: the GPUs of this machine have the numbers 0 to {count - 1}"
-        elif count and listed is None and str(devices) not in ("auto", "-1") and int(devices) > count:
-            yield f"trainer.devices={devices}: this machine has {count} GPUs"
+    elif accelerator != "cpu" and count and str(devices).isdigit() and int(devices) > count:
+        yield f"trainer.devices={devices}: this machine has {count} GPUs"
     if config["policy"].get("activation_offload") and (accelerator == "cpu" or not torch.cuda.device_count()):
         yield (
             "policy.activation_offload=true: activations on a CPU are in CPU RAM already; "
             "policy.gradient_checkpointing=true saves memory there"
         )
-
-
-def _listed(devices: Any) -> list[int] | None:
-    """The numbers of devices that are listed one by one, else None."""
-    if isinstance(devices, str) and "," in devices:
-        devices = [number for number in devices.split(",") if number]
-    return [int(number) for number in devices] if isinstance(devices, list | tuple) else None

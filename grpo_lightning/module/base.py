@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from grpo_lightning.checkpoint.policy import base_fingerprint, check_adapter, trained_names
 from grpo_lightning.clock import Clock, peak_memory
-from grpo_lightning.distributed.sharding import is_sharded, shard, trainer_shards
-from grpo_lightning.distributed.strategies import check_strategy
+from grpo_lightning.distributed.strategies import check_strategy, is_sharded, shard, trainer_shards
 from grpo_lightning.module.loop import Loop, TrainerLoop
 from grpo_lightning.module.update import GradientStep, trained_weights
 from grpo_lightning.policy import Policy

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
-from grpo_lightning.distributed.sharding import gathered
-from grpo_lightning.distributed.strategies import sum_gradients
+from grpo_lightning.distributed.strategies import gathered, sum_gradients
 
 
 class Loop:

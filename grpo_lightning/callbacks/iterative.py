@@ -1,34 +1,79 @@
-"""Training of the reward model on the run's outcomes, as in iterative GRPO."""
+"""Iterative GRPO (arXiv:2402.03300, Algorithm 1): a reference that follows the policy, a reward model that learns on.
+
+Both callbacks change results, and are off unless chosen.
+"""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from grpo_lightning.config.rules import integer, number, problems
+from grpo_lightning.distributed.strategies import full_state_dict, load_full_state_dict
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.reward.model import RewardModel
-from grpo_lightning.types import Prompt, Scored
+from grpo_lightning.types import Prompt
 
 Example = tuple[Prompt, str, bool]
 """A prompt, a completion, and whether it is right by the outcome reward."""
 
 
-_RULES = {
-    **dict.fromkeys(("every", "epochs", "batch_size"), integer(1)),
-    "buffer_size": integer(0),
-    "replay": number(lambda v: 0 <= v < 1, "a fraction in [0, 1)"),
-    "lr": number(lambda v: v >= 0, "a number >= 0"),
-    "max_grad_norm": number(lambda v: v > 0, "a number > 0"),
-}
+class ReferenceRefresh(Callback):
+    """Moves the reference every so many rollouts:  reference = alpha * policy + (1 - alpha) * reference.
+
+    With ``alpha=1`` it is iterative GRPO (arXiv:2402.03300, Algorithm 1: the reference becomes the policy); below, the
+    soft update of TR-DPO (arXiv:2404.09656, Eq. 4), where alpha 0.6 every 512 steps works well. The weights of a
+    reference that has moved are part of checkpoints.
+
+    Args:
+        every: Rollouts between two refreshes.
+        alpha: How far the reference moves towards the policy, in (0, 1].
+
+    Raises:
+        ValueError: On construction, if a number is out of range; when training starts, if there is no reference or its
+            weights are not shaped like the policy's.
+    """
+
+    def __init__(self, *, every: int, alpha: float) -> None:
+        if every < 1 or not 0 < alpha <= 1:
+            raise ValueError(f"callbacks.reference: every={every}, alpha={alpha}; use every >= 1 and 0 < alpha <= 1")
+        self.every = every
+        self.alpha = alpha
+        self._restored: Mapping[str, Tensor] | None = None
+        self._moved: nn.Module | None = None
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        reference = getattr(module, "reference", None)
+        if reference is None:
+            raise ValueError(
+                "callbacks.reference: there is no reference to refresh; set loss.kl_coef or rollout.kl_penalty"
+            )
+        shapes = [{name: w.shape for name, w in m.state_dict().items()} for m in (module.policy, reference)]
+        if shapes[0] != shapes[1]:
+            name = sorted(set(shapes[0].items()) ^ set(shapes[1].items()))[0][0]
+            raise ValueError(f"callbacks.reference: the reference is another model than the policy, see {name}")
+        if self._restored is not None:
+            load_full_state_dict(reference, self._restored)
+            self._restored, self._moved = None, reference
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if module.completed_steps % self.every == 0:
+            policy = dict(module.policy.named_parameters())
+            for name, weight in module.reference.named_parameters():  # tied weights once
+                weight.lerp_(policy[name].to(weight), self.alpha)
+            self._moved = module.reference
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._moved is None else {"reference": full_state_dict(self._moved)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict.get("reference")
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class RewardModelTraining(Callback):
     """Trains the reward model every so many rollouts, on the outcome reward of their completions and of older ones.
 
@@ -57,30 +102,34 @@ class RewardModelTraining(Callback):
             is more than one process.
     """
 
-    reward: str
-    every: int
-    epochs: int
-    batch_size: int
-    lr: float
-    replay: float
-    buffer_size: int
-    max_grad_norm: float
-    seed: int
-    pending: list[Example] = field(default_factory=list, init=False)
-    """The examples of the rollouts since the last update."""
-    buffer: list[Example] = field(default_factory=list, init=False)
-    """The examples of the rollouts before, oldest first."""
-
-    def __post_init__(self) -> None:
-        if wrong_numbers := problems(_RULES, vars(self), prefix="callbacks.reward_model."):
-            raise ValueError("; ".join(wrong_numbers))
+    def __init__(
+        self,
+        *,
+        reward: str,
+        every: int,
+        epochs: int,
+        batch_size: int,
+        lr: float,
+        replay: float,
+        buffer_size: int,
+        max_grad_norm: float,
+        seed: int,
+    ) -> None:
+        if min(every, epochs, batch_size) < 1 or min(buffer_size, lr) < 0 or max_grad_norm <= 0 or not 0 <= replay < 1:
+            raise ValueError(
+                f"callbacks.reward_model: every={every}, epochs={epochs}, batch_size={batch_size}, lr={lr}, "
+                f"replay={replay}, buffer_size={buffer_size}, max_grad_norm={max_grad_norm}; the first three must be "
+                ">= 1, replay a fraction in [0, 1), max_grad_norm > 0 and the others >= 0"
+            )
+        self.reward, self.every, self.epochs, self.batch_size, self.lr = reward, every, epochs, batch_size, lr
+        self.replay, self.buffer_size, self.max_grad_norm, self.seed = replay, buffer_size, max_grad_norm, seed
+        self.pending: list[Example] = []
+        """The examples of the rollouts since the last update."""
+        self.buffer: list[Example] = []
+        """The examples of the rollouts before, oldest first."""
         self._model: RewardModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._restored: dict[str, Any] | None = None
-
-    @property
-    def state_key(self) -> str:
-        return self._generate_state_key(reward=self.reward)
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         model = self._find(module)
@@ -101,16 +150,22 @@ class RewardModelTraining(Callback):
             self._restore(self._find(module))
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, module: Any, outputs: Mapping[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        if not isinstance(module, GRPOLightningModule) or self._model is None or not outputs:
-            return
-        self.pending += examples(outputs["scored"], module.rollout.scorer.outcome_name)
-        if module.completed_steps % self.every == 0 and self.pending:
+        scored = outputs["scored"]
+        applies = scored.rewards[module.rollout.scorer.outcome_name].isfinite().tolist()
+        self.pending += [
+            (scored.prompts.texts[row // scored.group_size], text, label)
+            for row, (text, label) in enumerate(zip(scored.sampled.texts, scored.right.tolist(), strict=True))
+            if applies[row]
+        ]
+        if module.completed_steps % self.every == 0 and self.pending and self._model is not None:
             module.report(self.update(self._model, module.completed_steps))
 
     def update(self, model: RewardModel, step: int) -> dict[str, float]:
         """Train on the pending examples and replayed ones, then move the former to the buffer.
+
+        With r replayed examples and n others  r / (r + n) = replay,  so  r = n * replay / (1 - replay), rounded.
 
         Returns:
             "reward_model/accuracy" on the pending examples before the update, by the sign of the logit, and
@@ -120,9 +175,9 @@ class RewardModelTraining(Callback):
         prompts, texts, labels = zip(*self.pending, strict=True)
         scores = model(prompts, texts)
         right = [(score > 0) == label for score, label in zip(scores, labels, strict=True)]
-        mixed = self.pending + replayed(self.buffer, len(self.pending), self.replay, generator)
-        if self._optimizer is None:
-            self._optimizer = self._new_optimizer(model)
+        num_replayed = round(len(self.pending) * self.replay / (1 - self.replay))
+        mixed = self.pending + generator.sample(self.buffer, min(len(self.buffer), num_replayed))
+        self._optimizer = self._optimizer or self._new_optimizer(model)
         losses = []
         for _ in range(self.epochs):
             generator.shuffle(mixed)
@@ -198,25 +253,6 @@ class RewardModelTraining(Callback):
         self.pending = [tuple(example) for example in state_dict["pending"]]
         self.buffer = [tuple(example) for example in state_dict["buffer"]]
         self._restored = state_dict["trained"]
-
-
-def examples(scored: Scored, outcome: str) -> list[Example]:
-    """The rows to which the reward called ``outcome`` applies."""
-    applies = scored.rewards[outcome].isfinite().tolist()
-    return [
-        (scored.prompts.texts[row // scored.group_size], text, label)
-        for row, (text, label) in enumerate(zip(scored.sampled.texts, scored.right.tolist(), strict=True))
-        if applies[row]
-    ]
-
-
-def replayed(buffer: Sequence[Example], new: int, fraction: float, generator: random.Random) -> list[Example]:
-    """Examples of ``buffer``, none twice, so many that together with ``new`` others they are a ``fraction`` of all.
-
-    With r of them and n others  r / (r + n) = fraction,  so  r = n * fraction / (1 - fraction), rounded; fewer where
-    the buffer holds fewer.
-    """
-    return generator.sample(buffer, min(len(buffer), round(new * fraction / (1 - fraction))))
 
 
 def _plain(examples: Sequence[Example]) -> list[list[Any]]:
