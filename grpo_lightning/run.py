@@ -133,8 +133,8 @@ class Run:
             module, trainer = self.module, self.trainer
             recorded: dict[str, Any] = {"events": {}, "config": module.settings}
             if checkpoint:
-                recorded = resume.recorded_run(checkpoint, trainer, is_adapter=module.base is not None)
-                resume.check_optimizer(recorded["config"], module.settings)
+                is_adapter = module.base is not None
+                recorded = resume.recorded_run(checkpoint, trainer, module.settings, is_adapter=is_adapter)
             resume.warn_of_changes(recorded, module.settings, self.data.fingerprint())
             if is_first_process() and (checkpoint or not module.completed_steps):
                 resume.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)

@@ -209,11 +209,12 @@ def test_an_optimizer_that_cannot_continue_is_refused(run, tmp_path, caplog):
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["status"]) == (4, "failed")
     path = tmp_path / "last.ckpt"
-    torch.save({"run": {"events": {}}, "step": {"completed": 1, "processes": 2, "sharded": False}}, path)
+    content = {"events": {}, "config": {}}
+    torch.save({"run": content, "step": {"completed": 1, "processes": 2, "sharded": False}}, path)
     fsdp = SimpleNamespace(world_size=2, strategy=FullyShardedStrategy(timeout=1))
     with pytest.raises(ValueError, match=r"last.ckpt is of an adapter trained without trainer=fsdp"):
-        recorded_run(path, fsdp, is_adapter=True)
-    assert recorded_run(path, SimpleNamespace(world_size=1), is_adapter=False) == {"events": {}}
+        recorded_run(path, fsdp, {}, is_adapter=True)
+    assert recorded_run(path, SimpleNamespace(world_size=1), {}, is_adapter=False) == content
     assert "the checkpoint is of a run in 2 processes, which now continues in 1" in caplog.text
 
 

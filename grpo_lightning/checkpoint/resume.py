@@ -168,11 +168,13 @@ def describe_saved(mode: str, directory: Path, overrides: Sequence[str]) -> str:
     return f"step {_step(last)} is saved; continue with: {resume_command(overrides, directory)}"
 
 
-def recorded_run(checkpoint: Path, trainer: Trainer, *, is_adapter: bool) -> dict[str, Any]:
-    """What a checkpoint records of its run: "config", "events", "version" and more.
+def recorded_run(
+    checkpoint: Path, trainer: Trainer, settings: Mapping[str, Any], *, is_adapter: bool
+) -> dict[str, Any]:
+    """What a checkpoint records of its run: "config", "events", "data" and more.
 
     Raises:
-        ValueError: This trainer's optimizer cannot take over the state, or the checkpoint records nothing of its run.
+        ValueError: An optimizer of these settings cannot take over the state, or nothing is recorded of the run.
     """
     content = read(checkpoint, mmap=True)
     if "run" not in content:
@@ -185,27 +187,17 @@ def recorded_run(checkpoint: Path, trainer: Trainer, *, is_adapter: bool) -> dic
     if state["processes"] != trainer.world_size:
         log.warning(
             "the checkpoint is of a run in %d processes, which now continues in %d: the same up to rounding",
-            state["processes"],
-            trainer.world_size,
+            *(state["processes"], trainer.world_size),
         )
     if is_adapter and not state["sharded"] and trainer_shards(trainer):
         raise ValueError(
             f"checkpoint={checkpoint} is of an adapter trained without trainer=fsdp, whose optimizer names weights "
             "otherwise: continue it without trainer=fsdp"
         )
-    return run
-
-
-def check_optimizer(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Refuse an optimizer that cannot take over the state of the checkpoint's, by the settings of both runs.
-
-    Raises:
-        ValueError: The optimizers are of different classes, paged or not.
-    """
-    old, new = (str((config.get("optimizer") or {}).get("_target_", "")) for config in (before, after))
-    kinds = {target.rpartition(".")[2].removeprefix("Paged") for target in (old, new)}
-    if old and new and len(kinds) > 1:
+    old, new = (str((config.get("optimizer") or {}).get("_target_", "")) for config in (run["config"], settings))
+    if old and new and len({target.rpartition(".")[2].removeprefix("Paged") for target in (old, new)}) > 1:
         raise ValueError(f"optimizer._target_={new} cannot continue the run of a checkpoint of {old}: use that one")
+    return run
 
 
 def recorded_progress(checkpoint: Path | None, directory: Path) -> tuple[int, float, str | None]:
@@ -230,11 +222,9 @@ def finished_summary(config: Mapping[str, Any], directory: Path) -> dict[str, An
 
 
 def _summary(directory: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
+    file = directory / "summary.json"
+    summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return summary
 
 
 def warn_of_changes(recorded: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any] | None) -> None:
@@ -312,13 +302,13 @@ def remove_stale_files(directory: Path, *, keep: Path | None = None, completed: 
 def rewind_logs(
     directory: Path, loggers: Iterable[Logger], events: Mapping[str, int], *, checkpoint: Path | None
 ) -> None:
-    """Remove what was logged of steps that will be made again; for a new run, or one from elsewhere, all of it.
+    """Remove what was logged after the checkpoint, which will be made again; for another run's, or None, all of it.
 
     Args:
         directory: The run directory.
         loggers: The trainer's.
         events: The lengths of TensorBoard's files that the checkpoint has recorded.
-        checkpoint: From which the run continues; None for a new run.
+        checkpoint: From which the run continues.
     """
     resumes = checkpoint is not None and belongs_to(checkpoint, directory)
     rewind_events(directory / "tensorboard", events if resumes else {})
@@ -327,11 +317,7 @@ def rewind_logs(
 
 def event_lengths(directory: Path) -> dict[str, int]:
     """The length in bytes of every event file, by name; flush the writer first."""
-    lengths = {}
-    for path in directory.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}"):
-        with suppress(FileNotFoundError):  # removed by the user at this moment
-            lengths[path.name] = path.stat().st_size
-    return lengths
+    return {path.name: path.stat().st_size for path in directory.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}")}
 
 
 def rewind_events(directory: Path, lengths: Mapping[str, int]) -> None:
