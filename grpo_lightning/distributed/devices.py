@@ -18,22 +18,12 @@ def default_precision(trainer: Mapping[str, Any]) -> str:
 
 
 def has_cuda() -> bool:
-    """Whether PyTorch finds a CUDA device; this process can still be forked afterwards."""
+    """Whether PyTorch finds a CUDA device."""
     if sys.platform == "linux" and not any(Path(device).exists() for device in _DEVICES):
-        return False
+        return False  # without the seconds that torch takes
     import torch
 
-    # Asks the driver's library: CUDA itself cannot be used in a forked process once it was initialized.
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        return torch.cuda.is_available()
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    return torch.cuda.is_available()
 
 
 def is_first_process() -> bool:

@@ -8,8 +8,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from grpo_lightning.distributed.devices import is_first_process
@@ -19,7 +19,6 @@ _SAME_PRESS = 0.5  # s in which one Ctrl-C may arrive twice: from the terminal, 
 _GRACE = 5.0  # s for launched processes to end by themselves, and for the main thread to react before training
 
 _current: "Signals | None" = None
-_on_exit: list[Callable[[], object]] = []
 
 
 class Preempted(BaseException):
@@ -154,15 +153,13 @@ class Signals:
                         self._exit(_announce(self.received))
 
     def _exit(self, status: int) -> None:
-        for clean_up in (self._end_launched, *_on_exit):
-            with suppress(Exception):
-                clean_up()
+        self._end_launched()
         os._exit(status)
 
     def _end_launched(self, seconds: float = 0.0) -> None:
         """Let the launched processes end by themselves within ``seconds``, and kill those that do not."""
         listed = getattr(self.launcher, "procs", None) or []
-        processes = list(listed)
+        processes = [*listed]
         listed.clear()  # else a thread of Lightning's kills this process when one of them fails
         until = time.monotonic() + seconds
         for process in processes:
@@ -171,14 +168,10 @@ class Signals:
             process.kill()
 
 
-@contextmanager
-def listening() -> Iterator[Signals]:
+def listening() -> AbstractContextManager[Signals]:
     """Handle signals inside, see `Signals`; outside the main thread it does nothing."""
-    if threading.current_thread() is threading.main_thread():
-        with Signals() as signals:
-            yield signals
-    else:
-        yield Signals()
+    is_main = threading.current_thread() is threading.main_thread()
+    return Signals() if is_main else nullcontext(Signals())
 
 
 @contextmanager
@@ -199,11 +192,6 @@ def exiting() -> Iterator[None]:
 def current() -> Signals:
     """What handles the process's signals, or would."""
     return _current or Signals()
-
-
-def on_hard_exit(clean_up: Callable[[], object]) -> None:
-    """Have ``clean_up`` called, in another thread, before a second Ctrl-C ends the process."""
-    _on_exit.append(clean_up)
 
 
 def _announce(number: int) -> int:
