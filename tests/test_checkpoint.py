@@ -120,19 +120,6 @@ def test_the_checkpoint_that_is_offered_continues_the_run(run):
         small_run(run, *RUN, "checkpoint=last")
 
 
-@pytest.mark.slow
-def test_a_run_directory_and_its_checkpoints_may_be_links_to_a_scratch_disk(tmp_path):
-    scratch = tmp_path / "scratch"
-    for name in ("run", "checkpoints"):
-        (scratch / name).mkdir(parents=True)
-    (tmp_path / "run").symlink_to(scratch / "run")
-    (scratch / "run" / "checkpoints").symlink_to(scratch / "checkpoints")
-    small_run(tmp_path / "run", *RUN)
-    small_run(tmp_path / "run", *RUN, "steps=5", "checkpoint=last")
-    assert read(scratch / "checkpoints" / "last.ckpt")["step"]["completed"] == 5
-    assert (tmp_path / "run" / "checkpoints").is_symlink()
-
-
 def test_what_a_killed_process_has_left_is_removed(run):
     folder = run / "checkpoints"
     staged = (".last.ckpt.123", ".best.ckpt.9", ".last.ckpt.4/part", "last_2_0.ckpt/meta.pt")
@@ -431,19 +418,6 @@ def test_a_summary_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, c
         small_run(tmp_path)
     assert "summary.json cannot be written: No space left on device" in caplog.text
     assert not list(tmp_path.glob(".summary*"))
-
-
-@pytest.mark.slow
-def test_an_export_without_room_leaves_the_old_one(run, monkeypatch):
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    before = contents(run / "export")
-    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", fail)
-    with pytest.raises(CannotSave, match=r"export was not written, .* the checkpoints stay, and mode=export checkpoin"):
-        small_run(run, *RUN, "steps=5", "checkpoint=last")
-    assert contents(run / "export") == before
-    assert read(run / LAST)["step"]["completed"] == 5
 
 
 @pytest.mark.slow

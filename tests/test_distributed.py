@@ -155,28 +155,6 @@ def test_weights_are_kept_in_float32_and_only_layers_are_gathered_in_half(path, 
         assert {p.dtype for p in exact.parameters()} == {torch.float32}
 
 
-@pytest.mark.slow
-def test_gradients_of_two_sharded_processes_add_up_to_those_of_one(path):
-    torch.multiprocessing.spawn(one_of_two, args=(path,), nprocs=2)
-
-
-def one_of_two(rank, path):
-    """In a process of its own: two of the rows here, four in the other process."""
-    store = dist.FileStore(str(path.parent / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    plain, sharded = policy_of(path, exact_norms=True), policy_of(path, exact_norms=True)
-    rows = rows_of(plain)
-    expected, gradients = logprobs_and_gradients(plain, rows)
-    shard(sharded, init_device_mesh("cpu", (2,)), methods=METHODS, half=True)
-    part = slice(0, 2) if rank == 0 else slice(2, 6)
-    logprobs, found = logprobs_and_gradients(sharded, rows, part)
-    assert_close(logprobs, expected[part], rtol=0, atol=1e-6)
-    for name, value in gradients.items():
-        # Every gradient was rounded to 8 bits in each process, of which it is a part.
-        assert_close(found[name], value, rtol=0, atol=0.01 * float(value.abs().max()), msg=name)
-    dist.destroy_process_group()
-
-
 def test_processes_that_a_trainer_starts():
     for devices, expected in ((3, 3), ("2", 2), ([0, 4], 2), (1, 1)):
         assert num_processes({"devices": devices}) == expected
