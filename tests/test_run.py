@@ -55,8 +55,8 @@ def test_which_checkpoint_a_run_starts_from(tmp_path, caplog):
     with pytest.raises(ValueError, match=f"^checkpoint={tmp_path} is a directory of checkpoints"):
         find(tmp_path / "run", checkpoint=f"{tmp_path}")
     assert find(tmp_path / "run", checkpoint=str(folder / "last.ckpt")) == folder / "last.ckpt"
-    for named, told in (("absent.ckpt", "no such file"), ("https://x/y.ckpt", "is not a local file")):
-        with pytest.raises(ValueError, match=f"checkpoint={named}.*{told}"):
+    for named in ("absent.ckpt", "https://x/y.ckpt"):
+        with pytest.raises(ValueError, match=f"checkpoint={named}: no such file"):
             find(tmp_path, checkpoint=named)
 
 
