@@ -14,7 +14,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from grpo_lightning.config.rules import REPLY_ROLES, messages_problem
-from grpo_lightning.config.suggestions import nearest
+from grpo_lightning.config.settings import nearest
 from grpo_lightning.types import Message, Prompt
 
 log = logging.getLogger(__name__)

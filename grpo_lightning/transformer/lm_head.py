@@ -23,7 +23,7 @@ import torch
 import torch.fx.experimental._config
 from torch import Tensor
 
-from grpo_lightning.config.redaction import single_line
+from grpo_lightning.console import single_line
 from grpo_lightning.types import OUTSIDE, SamplingSupport
 
 log = logging.getLogger(__name__)
