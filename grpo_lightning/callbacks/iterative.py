@@ -149,9 +149,7 @@ class RewardModelTraining(Callback):
         if self._restored:  # a validation without training, of a checkpoint
             self._restore(self._find(module))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: Any, outputs: Mapping[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         scored = outputs["scored"]
         applies = scored.rewards[module.rollout.scorer.outcome_name].isfinite().tolist()
         self.pending += [
