@@ -77,7 +77,7 @@ def predict(shape: Shape, load: Workload) -> dict[str, float]:
     completion = of_token * load.completion_tokens
     cached = of_token * prompts * load.prompt_tokens
     if load.kv_cache_bytes is not None:
-        rows = min(rows, int(max(1.0, (load.kv_cache_bytes - cached) // completion)))
+        rows = min(rows, int(max(1.0, load.kv_cache_bytes // (of_token * load.prompt_tokens + completion))))
     if load.shares_prompts and (copies := rows * of_token * load.prompt_tokens) <= COPIED[load.device] * shape.layers:
         cached += copies
     # room is doubled layer by layer: one layer's keys and values then exist twice

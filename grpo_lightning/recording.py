@@ -163,7 +163,7 @@ def to_lines(
     ]
     widths, counts = (part.sum(-1).tolist() for part in sampled.attention_mask.split([width, length], -1))
     turns, support = spans(sampled.mask) if sampled.turns else None, sampled.support
-    sets = [] if support is None else [row.lists() for row in support.to(torch.device("cpu")).each(counts)]
+    kept = [] if support is None else support.to(torch.device("cpu")).lists()
     by_token = {"old_logprobs": sampled.logprobs, "entropy": sampled.entropy}
     if header["reference"]:
         by_token["ref_logprobs"] = rollout.ref_logprobs
@@ -191,8 +191,8 @@ def to_lines(
         if turns and sampled.turns and sampled.replies:
             line |= {"turns": _redact(sampled.turns[row]), "replies": _redact(sampled.replies[row])}
             line["spans"] = [list(span) for span in turns[row]]
-        if sets:
-            line["kept"] = sets[row]
+        if kept:
+            line["kept"] = kept[row * length : row * length + count]
         if row in logprobs:
             line["logprobs"] = [*map(encode, logprobs[row][:count])]
         lines.append(line)

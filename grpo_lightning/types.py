@@ -122,21 +122,28 @@ class SamplingSupport:
         if self.ids.dim() != 1 or int(self.sizes.sum()) != len(self.ids):
             raise ValueError(f"ids: expected [{int(self.sizes.sum())}], got {list(self.ids.shape)}")
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
     def __getitem__(self, rows: Tensor) -> "SamplingSupport":
-        numbers = torch.arange(self.sizes.numel(), device=self.sizes.device).view(self.sizes.shape)[rows]
-        return SamplingSupport(self.sizes[rows], self.of(numbers.flatten()).ids)  # [B', T] -> [B' * T]
+        return self.of(self._numbers[rows])
+
+    @property
+    def _numbers(self) -> Tensor:
+        return torch.arange(self.sizes.numel(), device=self.sizes.device).view(self.sizes.shape)
 
     def of(self, numbers: Tensor) -> "SamplingSupport":
-        """The sets [N] of the tokens that have these numbers [N] in a flattened [B, T]."""
+        """The sets of the tokens that have these numbers, of any shape, in a flattened [B, T]."""
         before = self.sizes.flatten()
-        sizes = before[numbers]
+        sizes = before[flat := numbers.flatten()]
         # From where a set is to where it goes: the same distance for all its tokens.
-        distance = (before.cumsum(0) - before)[numbers] - (sizes.cumsum(0) - sizes)  # [N]
+        distance = (before.cumsum(0) - before)[flat] - (sizes.cumsum(0) - sizes)  # [N]
         places = distance.repeat_interleave(sizes)  # [N] -> [sum of sizes]
-        return SamplingSupport(sizes, self.ids[places + torch.arange(len(places), device=places.device)])
+        ids = self.ids[places + torch.arange(len(places), device=places.device)]
+        return SamplingSupport(sizes.view(numbers.shape), ids)
+
+    def scattered(self, numbers: Tensor, shape: Sequence[int]) -> "SamplingSupport":
+        """The sets of ``shape`` [B, T] in which these [n] are those of the tokens with these numbers [n]."""
+        sizes = self.sizes.new_zeros(*shape)
+        sizes.view(-1)[numbers] = self.sizes  # [B, T] -> [B * T]
+        return SamplingSupport(sizes, self.of(numbers.argsort()).ids)
 
     @property
     def flat(self) -> "SamplingSupport":
@@ -145,17 +152,11 @@ class SamplingSupport:
 
     def narrow(self, length: int) -> "SamplingSupport":
         """The sets [B, length] of every row's first tokens."""
-        numbers = torch.arange(self.sizes.numel(), device=self.sizes.device).view(self.sizes.shape)[:, :length]
-        return SamplingSupport(self.sizes[:, :length], self.of(numbers.flatten()).ids)  # [B, length] -> [B * length]
-
-    def each(self, counts: Sequence[int]) -> "list[SamplingSupport]":
-        """The sets [t] of the first tokens of every row, of which there are ``counts`` [B]; the others are empty."""
-        ids = self.ids.split(self.sizes.sum(-1).tolist())
-        return [SamplingSupport(self.sizes[row, :count], ids[row]) for row, count in enumerate(counts)]
+        return self.of(self._numbers[:, :length])
 
     def lists(self) -> list[list[int]]:
-        """The tokens of each set, of single tokens [N]; none for the whole vocabulary."""
-        return [ids.tolist() for ids in self.ids.split(self.sizes.tolist())]
+        """The tokens of each set, row by row; none for the whole vocabulary."""
+        return [ids.tolist() for ids in self.ids.split(self.sizes.flatten().tolist())]
 
     def split(self, size: int) -> "list[SamplingSupport]":
         """Single tokens [N], ``size`` at a time."""
@@ -171,13 +172,10 @@ class SamplingSupport:
     @classmethod
     def concatenate(cls, parts: "Sequence[SamplingSupport]") -> "SamplingSupport":
         """All rows of all parts [B, T], as long as the longest; or all single tokens [N]."""
-        length = max(part.sizes.shape[-1] for part in parts)
-        sizes = [
-            torch.nn.functional.pad(part.sizes, (0, length - part.sizes.shape[-1]))
-            if part.sizes.dim() > 1
-            else part.sizes
-            for part in parts
-        ]
+        sizes = [part.sizes for part in parts]
+        if sizes[0].dim() > 1:
+            length = max(one.shape[-1] for one in sizes)
+            sizes = [torch.nn.functional.pad(one, (0, length - one.shape[-1])) for one in sizes]
         return cls(torch.cat(sizes), torch.cat([part.ids for part in parts]))
 
     def to(self, device: torch.device) -> "SamplingSupport":
@@ -187,23 +185,10 @@ class SamplingSupport:
     def outside(self, size: int) -> Tensor:
         """[n, V] (bool) which of a vocabulary of ``size`` tokens cannot be drawn, for single tokens [n]."""
         outside = (self.sizes > 0).unsqueeze(-1).repeat(1, size)  # [n] -> [n, V]
-        outside.view(-1)[self._places(size)] = False  # [n, V] -> [n * V]
+        rows = torch.arange(len(self.sizes), device=self.sizes.device)
+        rows = rows.repeat_interleave(self.sizes, output_size=len(self.ids))
+        outside.view(-1)[rows * size + self.ids] = False  # [n, V] -> [n * V]
         return outside
-
-    def restrict_(self, logits: Tensor) -> Tensor:
-        """Overwrite the logits [n, V] of single tokens [n] with -inf where they are outside of the sets."""
-        flat, places = logits.view(-1), self._places(logits.shape[-1])  # [n, V] -> [n * V]
-        inside = flat[places]
-        logits.masked_fill_((self.sizes > 0).unsqueeze(-1), -torch.inf)
-        flat[places] = inside
-        return logits
-
-    def _places(self, size: int) -> Tensor:
-        """Where the tokens of single sets [n] are in a flattened [n, size]."""
-        rows = torch.arange(len(self.sizes), device=self.sizes.device).repeat_interleave(
-            self.sizes, output_size=len(self.ids)
-        )
-        return rows * size + self.ids
 
 
 @dataclass(frozen=True)

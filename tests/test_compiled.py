@@ -108,7 +108,7 @@ def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied,
     expected = sampled()
     like_gpu(monkeypatch, copied=copied)
     calls = []
-    monkeypatch.setattr(shared_prompt_cache, "counts_keys", lambda keys: True)
+    monkeypatch.setattr(shared_prompt_cache, "counts_keys", lambda layers: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *a, **k: calls.append(a) or flash(*a, **k))
     found = sampled()
     assert len({call[6] for call in calls}) > 1  # in rooms of several sizes

@@ -10,7 +10,6 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.sampler.native import multi_turn, shared_prompt_cache
 from grpo_lightning.sampler.native import sampler as native
 from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.types import Sampled, Sampling, spans
@@ -78,35 +77,6 @@ def test_episodes_are_those_of_one_row_alone_without_a_cache(policy, kind):
             patch.setitem(COPIED, "cpu", copied)
             patch.setattr(native, "decode", partial(decode, sync_every=sync_every))
             assert_equal(sampled(policy, options=options, waits=waits), expected)
-
-
-@pytest.mark.parametrize(
-    "kind", ["plain", pytest.param("truncated", marks=pytest.mark.slow), pytest.param("stop", marks=pytest.mark.slow)]
-)
-def test_long_replies_are_read_at_once(policy, kind, monkeypatch):
-    options = OPTIONS[kind] | {"max_new_tokens": 120}
-    sampling = Sampling(**PLAIN | options)
-    expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
-    extended = []
-    own = shared_prompt_cache.SharedPromptCache.extend
-    monkeypatch.setattr(multi_turn, "PREFILL_ABOVE", 12)
-    for copied, pace in (
-        (0, {"sync_every": 1}),
-        (1 << 20, {"sync_every": 16}),
-        (0, {"max_concurrent": 4, "sync_every": 5}),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setitem(COPIED, "cpu", copied)
-            patch.setattr(
-                shared_prompt_cache.SharedPromptCache,
-                "extend",
-                lambda self, places, *more: extended.append(len(places)) or own(self, places, *more),
-            )
-            patch.setattr(native, "decode", lambda *args, pace=pace, **given: decode(*args, **given | pace))
-            assert_equal(sampled(policy, talkative, options=options), expected)
-    lengths = [len(policy.reply_ids(reply, after=None)) for one in expected for reply in one.replies]
-    assert sum(extended) == 3 * sum(length > 12 for length in lengths) > 15
-    assert min(lengths) <= 12
 
 
 def test_a_policy_without_a_cache_gives_the_same_episodes():
@@ -184,7 +154,6 @@ def test_windows_reach_as_far_as_without_a_cache(kind, share_prompts, monkeypatc
         for parameter in policy.model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
-    monkeypatch.setattr(multi_turn, "PREFILL_ABOVE", 12)
     sampling = Sampling(**PLAIN | {"max_new_tokens": 80})
     expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
     assert sum(len(one.ids) > 2 * WINDOW and len(one.turns) > 1 for one in expected) > 2

@@ -6,7 +6,6 @@ from torch.testing import assert_close
 
 from grpo_lightning.sampler.native import token_sampling as module
 from grpo_lightning.sampler.native.token_sampling import inverse_cdf, likeliest_tokens, sample_tokens, uniforms
-from grpo_lightning.transformer.lm_head import token_logprobs
 from grpo_lightning.types import Sampling
 
 
@@ -84,25 +83,6 @@ def test_frequencies_logprobs_and_entropy_are_those_of_the_distribution(block, m
         assert_close(entropy, torch.distributions.Categorical(logits=scaled).entropy().expand(rows))
 
 
-def test_of_a_large_set_the_likeliest_stay(monkeypatch):
-    torch.manual_seed(0)
-    logits = torch.randn(5, 300) * torch.tensor([0.01, 0.1, 1.0, 3.0, 20.0])[:, None]
-    descending, order = logits.double().softmax(-1).sort(descending=True, stable=True)
-    for most in (1, 4, 64, 299, 1024):
-        monkeypatch.setattr(module, "MAX_SUPPORT", most)
-        few = torch.arange(300) < most
-        nucleus = (descending.cumsum(-1) - descending < 0.9 - 1e-9) & few
-        assert most < 299 or nucleus.sum(-1).unique().numel() == 5
-        near = (descending >= descending[:, :1] / 2.718281828459045) & few  # e^-1 of the likeliest
-        for left, options in (
-            (nucleus, {"top_p": 0.9}),
-            (nucleus, {"top_k": 300, "top_p": 0.9}),
-            (near, {"min_p": 0.36787944}),
-        ):
-            expected = logits.masked_fill(~torch.zeros_like(left).scatter(-1, order, left), -torch.inf)
-            assert torch.equal(truncated(logits, **options), expected)
-
-
 def in_blocks(size, monkeypatch):
     if size:
         monkeypatch.setattr(module, "_SMALL", 0)
@@ -143,13 +123,6 @@ def test_a_large_vocabulary_is_sampled_from_like_a_small_one(monkeypatch):
     assert (inverse_cdf(weights, goals) == tokens).float().mean() > 0.99
 
 
-def test_greedy_sampling_takes_the_likeliest():
-    logits = torch.tensor([[1.0, 3.0, 2.0], [0.5, 0.0, -1.0]])
-    tokens, logprobs, entropy, *_ = sample_tokens(logits, sampling_of(temperature=0.0), torch.tensor([0.99, 0.99]))
-    assert tokens.tolist() == [1, 0]
-    assert_close((logprobs, entropy), token_logprobs(logits, tokens, 1.0))
-
-
 def test_autocast_changes_nothing():
     torch.manual_seed(0)
     for temperature, ruled_out in ((1.0, False), (0.7, True), (0.0, True)):
@@ -163,6 +136,7 @@ def test_autocast_changes_nothing():
         for one, other in zip(found, expected, strict=True):
             assert one is other is None or torch.equal(one, other)
         tokens, logprobs, entropy, *_ = found
+        assert temperature or torch.equal(tokens, logits.argmax(-1))
         exact = logits.double() / (temperature or 1.0)
         if temperature:
             exact = truncated(exact, top_p=0.9, top_k=50, min_p=0.01)
@@ -185,7 +159,4 @@ def test_random_numbers_depend_on_their_place_only():
     assert numbers.unique().numel() == 600
     assert torch.equal(uniforms(7, rows[5:7], 20), numbers[5:7, :20])
     assert not torch.equal(uniforms(8, rows[:1], 50), numbers[:1])
-    last = [(2**32 - 1, 2**32 - 1)]
-    assert torch.equal(uniforms(2**64 - 1, last, 3), uniforms(2**64 - 1, last, 3))
-    mean = uniforms(1, rows, 2000).mean(-1)
-    assert_close(mean, torch.full((12,), 0.5), rtol=0, atol=5 / (12 * 2000) ** 0.5)  # five standard errors
+    assert uniforms(2**64 - 1, [(2**32 - 1, 2**32 - 1)], 3).shape == (1, 3)

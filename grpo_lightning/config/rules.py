@@ -159,7 +159,6 @@ _SAMPLER = {
     "max_model_len": integer(2, null=True),
     "gpu_memory_utilization": _SHARE,
     "kv_cache_gib": _GIB,
-    "tensor_parallel_size": integer(1),
     "enforce_eager": flag(),
     "sleep": flag(),
     "timeout": number(lambda v: v > 0, "seconds > 0"),

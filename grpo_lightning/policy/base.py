@@ -18,7 +18,7 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.policy.chat import ChatTokenizer
 from grpo_lightning.sampler.native.kv_cache import KVCache
-from grpo_lightning.sampler.support import EngineSupport, engine_support
+from grpo_lightning.sampler.native.token_sampling import EngineSupport, engine_support
 from grpo_lightning.transformer.lm_head import LossGradient
 from grpo_lightning.transformer.logprobs import Chunk, lengths, padded_microbatches, same_prompts
 from grpo_lightning.types import Message, Prompt, Rollout, Sampled, Sampling
@@ -194,15 +194,17 @@ class Policy(nn.Module, ABC):
 
     # For samplers
 
-    def kv_cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int) -> KVCache:
+    def kv_cache(
+        self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, rewinds: bool = False
+    ) -> KVCache:
         """A KV cache at the beginning of ``group_size`` completions of every prompt [P], given as token ids.
 
-        ``longest`` is the most tokens of a prompt and its completion together.
+        ``longest`` is the most tokens of a prompt and its completion together; ``rewinds``: `KVCache.rewind` is called.
         """
         raise NotImplementedError(f"{type(self).__name__} does not sample")
 
-    def max_concurrent(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
-        """How many completions fit into the KV cache's budget at a time; None: all."""
+    def max_concurrent(self, sampling: Sampling, *, longest: int) -> int | None:
+        """How many completions, with their prompts of ``longest`` tokens, fit into the KV cache's budget; None: all."""
         return None
 
     def eval_mode(self) -> AbstractContextManager[None]:

@@ -36,7 +36,9 @@ class GenericPolicy(Policy):
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def kv_cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int) -> KVCache:
+    def kv_cache(
+        self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, rewinds: bool = False
+    ) -> KVCache:
         return NoKVCache(self._logits, prompts, group_size, longest=longest, pad_id=self.pad_id, device=self.device)
 
     def logprobs_and_entropy(

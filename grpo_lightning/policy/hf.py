@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_lightning.memory import COPIED, Shape
+from grpo_lightning.memory import Shape
 from grpo_lightning.policy.base import Policy, base_of, is_adapted
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window
-from grpo_lightning.sampler.native.kv_cache import DynamicKVCache, KVCache, rows_within
+from grpo_lightning.sampler.native.kv_cache import DynamicKVCache, KVCache, NoKVCache, can_rewind, rows_within
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.lm_head import LossGradient
@@ -96,24 +96,27 @@ class HFPolicy(Policy):
         finally:
             self.model.train()
 
-    def kv_cache(self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int) -> KVCache:
+    def kv_cache(
+        self, prompts: Sequence[Sequence[int]], group_size: int, *, longest: int, rewinds: bool = False
+    ) -> KVCache:
         if path := self._shared_path(longest):
             return path.kv_cache(prompts, group_size, longest=longest, fused=self._uses_fused_decode)
+        if rewinds and not can_rewind(self.model):
+            return NoKVCache(
+                lambda ids: self.model(input_ids=ids, use_cache=False).logits,
+                prompts,
+                group_size,
+                longest=longest,
+                pad_id=self.pad_id,
+                device=self.device,
+            )
         return DynamicKVCache(self.model, prompts, group_size, longest=longest, pad_id=self.pad_id)
 
-    def max_concurrent(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, longest: int) -> int | None:
+    def max_concurrent(self, sampling: Sampling, *, longest: int) -> int | None:
         if sampling.kv_cache_gib is None:
             return None
-        return rows_within(
-            sampling.kv_cache_gib,
-            self.shape(),
-            number_bytes=compute_dtype(self.model).itemsize,
-            prompts=len(prompts),
-            prompt_tokens=longest - sampling.max_new_tokens,
-            completion_tokens=sampling.max_new_tokens,
-            shares_prompts=self._shared_path(longest) is not None,
-            copies_below=COPIED["cuda" if self.model.device.type == "cuda" else "cpu"],
-        )
+        numbers = compute_dtype(self.model).itemsize
+        return rows_within(sampling.kv_cache_gib, self.shape(), number_bytes=numbers, longest=longest)
 
     def logprobs_and_entropy(
         self,

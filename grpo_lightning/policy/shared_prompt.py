@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.policy.base import base_of
+from grpo_lightning.sampler.base import GenerationRequest
 from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep, PackedLinear, packs
 from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.sampler.native.shared_prompt_cache import SharedPromptCache
-from grpo_lightning.sampler.native.token_sampling import uniforms
 from grpo_lightning.transformer.attention import Stream, forward
 from grpo_lightning.transformer.lm_head import LMHead, LossGradient, tokens_per_chunk
 from grpo_lightning.transformer.logprobs import Chunk, completion_ends, same_prompts, separate
@@ -208,13 +208,12 @@ def check(model: Any) -> bool:
     rows = _rows(ids.to(device), attention.to(device), attention[:, 4:].to(device))
 
     def sample(*, fused: bool) -> None:
-        drawn = decode(
-            path.kv_cache([ids[0, :4].tolist(), ids[3, 2:4].tolist()], 2, longest=7, fused=fused),
-            uniforms(0, [(0, 0), (0, 1), (1, 0), (1, 1)], 3).to(device),
-            sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3),
-            end_ids=[],
-            pad_id=0,
+        texts, places = [ids[0, :4].tolist(), ids[3, 2:4].tolist()], [(0, 0), (0, 1), (1, 0), (1, 1)]
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3)
+        request = GenerationRequest(
+            prompts=texts, places=places, longest=7, sampling=sampling, seed=0, end_ids=[], pad_id=0
         )
+        drawn = decode(path.kv_cache(texts, 2, longest=7, fused=fused), request)
         prompts = rows[torch.tensor([0, 0, 3, 3], device=device)]
         tokens = torch.cat([prompts.ids[:, :4], drawn.ids], 1)
         sampled = _rows(tokens, torch.cat([prompts.attention_mask[:, :4], drawn.mask], 1), drawn.mask)

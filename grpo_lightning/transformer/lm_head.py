@@ -140,7 +140,7 @@ class LMHead:
         logits = linear(hidden, weight)
         if temperature != 1.0:
             logits = logits.mul_(1.0 / temperature)
-        return logits if support is None else support.restrict_(logits)
+        return logits if support is None else logits.masked_fill_(support.outside(logits.shape[-1]), -torch.inf)
 
 
 class _Logprobs(torch.autograd.Function):

@@ -54,11 +54,8 @@ class LLM:
 
 class Engine:
     def __init__(self, llm):
-        self.llm, self.requests, self.version, self.aborted = llm, {}, None, []
+        self.llm, self.requests, self.aborted = llm, {}, []
         self.sets, self.seeds = {}, []
-
-    def set_weight_version(self, version):
-        self.version = version
 
     def add_request(self, number, prompt, params):
         generator = torch.Generator().manual_seed(params.seed)
@@ -98,7 +95,6 @@ class Engine:
                 part = SimpleNamespace(
                     token_ids=one.drawn[-news:],
                     logprobs=SimpleNamespace(logprobs=one.logprobs[-news:]),
-                    weight_versions=[SimpleNamespace(version=self.version)] if finished else None,
                 )
                 outputs.append(SimpleNamespace(request_id=number, finished=finished, outputs=[part]))
         return outputs
@@ -146,10 +142,8 @@ class Staged(VLLM):
 def install(monkeypatch):
     """Let ``import vllm`` find the stand-in."""
     module, parameters = ModuleType("vllm"), ModuleType("vllm.sampling_params")
-    attention = ModuleType("vllm.v1.attention.backends.cpu_attn")
-    for one in (module, parameters, attention):
+    for one in (module, parameters):
         one.__spec__ = ModuleSpec(one.__name__, None)
         monkeypatch.setitem(sys.modules, one.__name__, one)
     module.LLM, module.SamplingParams = LLM, SamplingParams
     parameters.RequestOutputKind = RequestOutputKind
-    attention.CPUAttentionBackend = SimpleNamespace(get_supported_head_sizes=lambda: [8, 32])

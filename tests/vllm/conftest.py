@@ -25,7 +25,7 @@ def url(tmp_path_factory):
     start = place / "start"
     policy = tiny()
     # The shipped policy's head is tied, of which vLLM on a CPU would keep the first copy: the files have it by itself.
-    VLLMServer(url="http://127.0.0.1", directory=str(place))._write(policy, start, SINGLE_PROCESS)
+    VLLMServer(url="http://127.0.0.1", directory=str(place)).write(policy, start, SINGLE_PROCESS)
     policy.tokenizer.save_pretrained(start)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -49,7 +49,7 @@ def url(tmp_path_factory):
         asked = Connection(f"http://127.0.0.1:{port}", timeout=5)
         for _ in range(500):
             try:
-                asked.get("/v1/models")
+                asked.ask("/v1/models")
                 break
             except RuntimeError:
                 assert running.poll() is None, (place / "log").read_text()[-3000:]

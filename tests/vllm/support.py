@@ -1,11 +1,9 @@
 """Engines and policies small enough for seconds."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS
-from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.vllm.colocated import VLLM
 from grpo_lightning.types import Sampling
@@ -19,20 +17,6 @@ SHARED = "Spell backward the last of these words: " + "cat dog sun moon tree hou
 
 def tiny(**options):
     return load(TINY, dtype="float32", attn_implementation="sdpa", trust_remote_code=False, **options)
-
-
-def random_policy(kind, **config):
-    """A model of 2 layers with the shipped tokenizer."""
-    tokenizer = tiny().tokenizer
-    shape = {
-        **{"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
-        **{"eos_token_id": tokenizer.eos_token_id, "initializer_range": 0.3},
-        **config,
-    }
-    torch.manual_seed(0)
-    made = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen2": (Qwen2ForCausalLM, Qwen2Config)}[kind]
-    return HFPolicy(made[0](made[1](**shape)), tokenizer)
 
 
 def engine(**options):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.sampling import generate
 from tests.vllm.support import PROMPTS, SHARED, check_turns, disturb, engine, gap, ready, sample, sampling, tiny
 
 
@@ -19,37 +18,9 @@ def policy():
     return tiny()
 
 
-def own_sample(policy, prompts=PROMPTS, *, group_size=4, seed=3, **options):
-    return generate(policy, prompts, group_size=group_size, sampling=sampling(**options), seed=seed)
-
-
-def top_two(policy, ids):
-    """The two largest logits after some token ids."""
-    with torch.no_grad():
-        values = policy.model(torch.tensor([ids])).logits[0, -1].topk(2).values
-    return values.tolist()
-
-
 def completions(sampled):
     length = sampled.mask.shape[1]
     return [row[mask].tolist() for row, mask in zip(sampled.ids[:, -length:], sampled.mask)]
-
-
-def test_the_likeliest_tokens_are_those_of_the_own_sampler_but_for_ties(vllm, policy):
-    own, theirs = (
-        own_sample(policy, group_size=1, temperature=0.0),
-        sample(vllm, policy, group_size=1, temperature=0.0),
-    )
-    assert theirs.finished == own.finished
-    assert theirs.texts == own.texts
-    prompts = policy.tokenize(PROMPTS)
-    for prompt, one, other in zip(prompts, completions(own), completions(theirs)):
-        assert len(one) > 3
-        for place, (mine, its) in enumerate(zip(one, other)):
-            if mine != its:
-                first, second = top_two(policy, [*prompt, *one[:place]])
-                assert first - second < 1e-4
-                break
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
@@ -63,7 +34,7 @@ def test_log_probabilities_are_of_the_distribution_that_is_trained(vllm, policy,
 
 @pytest.mark.parametrize(
     "filters",
-    [{"top_p": 0.9, "top_k": 20}, {"top_k": 5}, {"min_p": 0.05}, {"top_p": 0.7}, {"top_p": 0.7, "min_p": 0.05}],
+    [{"top_p": 0.9, "top_k": 20}, {"min_p": 0.05}, {"top_p": 0.7, "min_p": 0.05}],
     ids=str,
 )
 def test_log_probabilities_are_of_the_sets_that_are_found_again(vllm, policy, filters):
@@ -82,52 +53,20 @@ def test_log_probabilities_are_of_the_sets_that_are_found_again(vllm, policy, fi
     own = policy.logprobs(replace(rows, support=found.support), temperature=1.6)
     assert (own - rows.logprobs).abs()[clear].max() < 1e-3
     assert (policy.logprobs(rows, temperature=1.6) - rows.logprobs).abs()[clear].max() > 0.02  # of all tokens
-    if len(filters) == 2 and "min_p" in filters:  # in the other order, the own sampler's, sets are larger
-        both = policy.support(rows, replace(asked, min_p=0.0)).support.sizes
-        assert (found.support.sizes < both)[clear].any()
 
 
-def test_frequencies_are_the_probabilities(vllm, policy):
-    found = sample(vllm, policy, PROMPTS[:1], group_size=400, max_new_tokens=1, temperature=1.6)
-    tokens, counts = found.ids[:, -1].unique(return_counts=True)
-    share = {int(token): int(count) / 400 for token, count in zip(tokens, counts)}
-    expected = {int(found.ids[row, -1]): float(found.logprobs[row, 0].exp()) for row in range(400)}
-    for token, probability in expected.items():
-        spread = (probability * (1 - probability) / 400) ** 0.5
-        assert abs(share[token] - probability) < 4.5 * spread + 1e-9, token
-
-
-def test_new_weights_are_used(vllm, policy):
-    before = sample(vllm, policy)
+def test_new_weights_are_used_and_keys_and_values_of_older_ones_are_not(vllm, policy):
+    prompts = [*PROMPTS, *(SHARED + word for word in ("cat", "dog"))]
+    before = sample(vllm, policy, prompts)
     disturb(policy)
-    after = sample(vllm, policy, version=1)
+    after = sample(vllm, policy, prompts, version=1)
     assert gap(policy, before) > 0.05
     assert gap(policy, after) < 1e-3
     assert vllm.metrics == {"sampler/weight_version": 1.0}
 
 
-def test_keys_and_values_of_older_weights_are_not_used(vllm, policy):
-    prompts = [SHARED + word for word in ("cat", "dog")]
-    sample(vllm, policy, prompts)
-    disturb(policy)
-    assert gap(policy, sample(vllm, policy, prompts)) < 1e-3
-
-
-def test_a_weight_that_is_not_taken_over_is_an_error(vllm, policy, monkeypatch):
-    whole = type(policy).named_weights
-    monkeypatch.setattr(
-        type(policy),
-        "named_weights",
-        lambda self: (pair for pair in whole(self) if "layers.1.mlp.down_proj" not in pair[0]),
-    )
-    with pytest.raises(RuntimeError, match=r"not taken over: .*down_proj"):
-        sample(vllm, policy)
-    monkeypatch.undo()
-    assert gap(policy, sample(vllm, policy)) < 1e-3
-
-
-@pytest.mark.parametrize("stop", [(" ",), (" l", " i", "zz")])
-def test_stop_strings_end_a_completion_with_the_token_that_completes_them(vllm, policy, stop):
+def test_stop_strings_end_a_completion_with_the_token_that_completes_them(vllm, policy):
+    stop = (" l", " i", "zz")
     free, cut = (sample(vllm, policy, stop=texts, temperature=1.3) for texts in ((), stop))
     assert free.texts != cut.texts
     for whole, part, finished in zip(free.texts, cut.texts, cut.finished):

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from grpo_lightning.sampler.vllm.server import Connection, VLLMServer
+from grpo_lightning.sampler.vllm.server import VLLMServer
 from tests.vllm.support import PROMPTS, SHARED, check_turns, disturb, gap, ready, sample, sampling, tiny
 
 
@@ -18,7 +18,6 @@ def test_a_real_server_draws_with_the_weights_that_are_trained(url, tmp_path):
     assert gap(policy, found) > 0.05
     assert gap(policy, again) < 1e-3
     assert sampler.metrics == {"sampler/weight_version": 1.0}
-    assert Connection(url, timeout=5).get("/weight_info") == {"weight_version": "1"}
 
 
 def test_a_real_server_draws_from_the_sets_that_are_found_again(url, tmp_path):
@@ -30,14 +29,6 @@ def test_a_real_server_draws_from_the_sets_that_are_found_again(url, tmp_path):
     assert not kept.outside.any()
     assert gap(policy, found, 1.3) > 0.02
     assert gap(policy, replace(found, support=kept.support), 1.3) < 1e-3
-
-
-def test_stop_strings_of_a_real_server(url, tmp_path):
-    policy, sampler = tiny(), VLLMServer(url=url, directory=str(tmp_path), timeout=60)
-    whole, cut = (sample(sampler, policy, temperature=1.3, stop=stop) for stop in ((), ("l",)))
-    for part, full in zip(cut.texts, whole.texts):
-        assert part == (full[: full.index("l") + 1] if "l" in full else full)
-    assert any("l" in text for text in cut.texts)
 
 
 def test_every_turn_on_a_real_server_is_drawn_from_the_distribution_that_is_trained(url, tmp_path):

@@ -10,8 +10,6 @@ Shapes: b rows in the batch now; Hq query heads, Hkv key heads, D the size of a 
 """
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,7 +48,6 @@ class PackedLinear(Linear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ONEDNN_ROWS), bias)
-        self._features = len(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
@@ -59,8 +56,6 @@ class PackedLinear(Linear):
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         if other.dtype != x.dtype:
             return other + self(x)
-        if other.shape != (*x.shape[:-1], self._features):  # which oneDNN does not compare
-            raise ValueError(f"{list(other.shape)} is added to {self._features} features of {list(x.shape)}")
         y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "add")
         return y
 
@@ -101,31 +96,47 @@ def linear_weight(layer: Any) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
+_PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 _PARTS = {
-    *("input_layernorm", "post_attention_layernorm", "self_attn", "mlp"),
-    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj", "act_fn")),
+    *("", "input_layernorm", "post_attention_layernorm", "self_attn", "self_attn.q_norm", "self_attn.k_norm"),
+    *("mlp", "mlp.act_fn", *_PROJECTIONS),
 }
-_PROJECTIONS = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-_PROJECTIONS += [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
 
 
-@dataclass(frozen=True)
 class _Layer:
-    dtype: torch.dtype
-    """Of the products."""
-    roped: int
-    """Heads that are rotated, Hq + Hkv."""
-    qkv: Linear
-    head_norm: tuple[Tensor, float] | None
-    """What multiplies every query and key head after its norm, [Hq + Hkv, D], and the norm's epsilon."""
-    out: Linear
-    gate_up: Linear
-    down: Linear
-    activation: Callable[[Tensor], Tensor]
-    epsilons: tuple[float, float]
-    scales: tuple[Tensor, Tensor] | None
-    """What multiplies the outputs of the two norms, [H] each; None where the weights behind them have it."""
+    """The weights of a decoder layer that is built like Llama's; raises as `FusedDecodeStep`."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        # What lies inside a projection, such as an adapter, is for `linear_weight` to judge.
+        inside = tuple(f"{name}." for name in _PROJECTIONS)
+        parts = {name for name, _ in layer.named_modules() if not name.startswith(inside)}
+        weights = [name for name, _ in layer.named_parameters() if not name.startswith(inside)]
+        # Whatever else a layer has may take part in the computation, so it is not ignored.
+        if unknown := (parts - _PARTS) | {name for name in weights if not name.endswith(("weight", "bias"))}:
+            raise TypeError(f"{type(layer).__name__} has the parts {sorted(unknown)}")
+        attention, activation = layer.self_attn, layer.mlp.act_fn
+        q, k, v, out, gate, up, down = (layer.get_submodule(name) for name in _PROJECTIONS)
+        norms = layer.input_layernorm, layer.post_attention_layernorm
+        scales = _scale(norms[0]), _scale(norms[1])
+        folded = scales if dtype == torch.float32 else (None, None)
+        self.dtype = dtype  # Of the products
+        self.epsilons = _epsilon(norms[0]), _epsilon(norms[1])
+        self.scales = None if dtype == torch.float32 else scales
+        """What multiplies the outputs of the two norms, [H] each; None where the weights behind them have it."""
+        self.roped = (q.out_features + k.out_features) // attention.head_dim  # Heads that are rotated, Hq + Hkv
+        self.head_norm: tuple[Tensor, float] | None = None
+        """What multiplies every query and key head after its norm, [Hq + Hkv, D], and the norm's epsilon."""
+        if "self_attn.q_norm" in parts:
+            head_scales = [  # [D] -> [Hq, D] and [Hkv, D]
+                _scale(norm).expand(part.out_features // attention.head_dim, -1)
+                for norm, part in ((attention.q_norm, q), (attention.k_norm, k))
+            ]
+            self.head_norm = torch.cat(head_scales), _epsilon(attention.q_norm)
+        self.qkv = _side_by_side([q, k, v], folded[0], dtype)
+        self.out = _linear(*linear_weight(out), dtype)
+        self.gate_up = _side_by_side([gate, up], folded[1], dtype)
+        self.down = _linear(*linear_weight(down), dtype)
+        self.activation = nn.functional.silu if isinstance(activation, nn.SiLU) else activation
 
 
 class FusedDecodeStep:
@@ -143,7 +154,7 @@ class FusedDecodeStep:
 
     def __init__(self, decoder: Any, dtype: torch.dtype) -> None:
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
-        self._layers = [_layer(layer, dtype) for layer in decoder.layers]
+        self._layers = [_Layer(layer, dtype) for layer in decoder.layers]
         self._qkv, self._mlp = _qkv, _mlp
         if lm_head.worth_compiling(decoder.embed_tokens.weight):
             self._qkv, self._mlp = lm_head.compiled(_qkv), lm_head.compiled(_mlp)
@@ -197,42 +208,6 @@ def _normalized(x: Tensor, epsilon: float) -> Tensor:
     # Three operations on few numbers: in place of torch's rms_norm they made a step of sampling 5 % shorter.
     squares: Tensor = dot(x, x).mul_(1 / x.shape[-1]).add_(epsilon)
     return x * squares.rsqrt_().unsqueeze(-1)
-
-
-def _layer(layer: Any, dtype: torch.dtype) -> _Layer:
-    """The weights of a decoder layer that is built like Llama's; raises as `FusedDecodeStep`."""
-    # What lies inside a projection, such as an adapter, is for `linear_weight` to judge.
-    inside = tuple(f"{name}." for name in _PROJECTIONS)
-    parts = {name: part for name, part in layer.named_modules() if not name.startswith(inside)}
-    # Whatever else a layer has may take part in the computation, so it is not ignored.
-    if unknown := parts.keys() - _PARTS - {""}:
-        raise TypeError(f"{type(layer).__name__} has the parts {sorted(unknown)}")
-    names = [name for name, _ in layer.named_parameters() if not name.startswith(inside)]
-    if extra := {name for name in names if not name.endswith(("weight", "bias"))}:
-        raise TypeError(f"{type(layer).__name__} has the weights {sorted(extra)}")
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = [layer.get_submodule(name) for name in _PROJECTIONS]
-    scales = _scale(layer.input_layernorm), _scale(layer.post_attention_layernorm)
-    folded = scales if dtype == torch.float32 else (None, None)
-    head_norm = None
-    if "self_attn.q_norm" in parts:
-        repeats = [part.out_features // attention.head_dim for part in (attention.q_proj, attention.k_proj)]
-        head_scales = [  # [D] -> [Hq, D] and [Hkv, D]
-            _scale(norm).expand(n, -1) for norm, n in zip((attention.q_norm, attention.k_norm), repeats, strict=True)
-        ]
-        head_norm = torch.cat(head_scales), _epsilon(attention.q_norm)
-    return _Layer(
-        dtype=dtype,
-        roped=sum(part.out_features for part in projections[:2]) // attention.head_dim,
-        qkv=_side_by_side(projections[:3], folded[0], dtype),
-        head_norm=head_norm,
-        out=_linear(*linear_weight(projections[3]), dtype),
-        gate_up=_side_by_side(projections[4:6], folded[1], dtype),
-        down=_linear(*linear_weight(projections[6]), dtype),
-        activation=torch.nn.functional.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
-        epsilons=(_epsilon(layer.input_layernorm), _epsilon(layer.post_attention_layernorm)),
-        scales=None if dtype == torch.float32 else scales,
-    )
 
 
 def _side_by_side(layers: list[Any], scale: Tensor | None, dtype: torch.dtype) -> Linear:

@@ -1,10 +1,15 @@
-"""Token sampling: the next token out of logits, and the random numbers that decide it.
+"""Token sampling: the next token out of logits, the random numbers that decide it, and the sets of truncated sampling.
 
-Shapes: b rows in the batch, V the size of the vocabulary.
+The native sampler collects the set of every token while it decodes. An engine does not return its sets. They are
+computed again from the policy's logits, by the engine's filters in the engine's order: the same sets, but for a token
+whose probability lies on a bound.
+
+Shapes: b rows in the batch; B rows of T completion tokens, n tokens of them; V the size of the vocabulary, K the most
+tokens of a set.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +17,8 @@ from torch import Tensor
 
 from grpo_lightning.transformer import lm_head
 from grpo_lightning.transformer.lm_head import MIN_LOGPROB, dot
-from grpo_lightning.types import Sampling
+from grpo_lightning.transformer.logprobs import Chunk
+from grpo_lightning.types import Rollout, Sampled, Sampling, SamplingSupport
 
 MAX_SUPPORT = 1024
 """The most tokens of a set. Of a larger one the likeliest stay, which is what is sampled and what is scored: sets take
@@ -199,3 +205,137 @@ def _passed(sums: Tensor, goal: Tensor) -> Tensor:
     goal = torch.minimum(goal, torch.nextafter(total, torch.zeros_like(total)))
     # Where a logit is not finite no sum is, and any token will do.
     return torch.searchsorted(sums, goal.unsqueeze(-1), right=True).squeeze(-1).clamp(max=sums.shape[-1] - 1)
+
+
+class SupportBuffer:
+    """Takes the sets of the tokens that are sampled, and returns them once all are.
+
+    Between two `sync` they are in a buffer of a fixed place, in which all sets have the same room; `sync` moves them to
+    where each takes the room that it needs.
+
+    Args:
+        length: The most tokens of a completion, T.
+        capacity: The most tokens that are sampled between two `sync`.
+        device: Where the tokens are.
+    """
+
+    def __init__(self, length: int, capacity: int, device: torch.device) -> None:
+        self._length, self._capacity = length, capacity
+        self.recent: Tensor | None = None
+        """[b, capacity, K] the sets of the tokens since the last `sync` in the b slots, -1 in unused room."""
+        self.num_recent = torch.empty(0, dtype=torch.long, device=device)  # [b] how many tokens that are
+        self._numbers: list[Tensor] = []  # The numbers [n] of tokens in a flattened [B, T]
+        self._parts: list[SamplingSupport] = []  # Their sets [n]
+
+    def open(self, size: int) -> None:
+        """Hold ``size`` other completions from now on."""
+        self.recent, self.num_recent = None, self.num_recent.new_zeros(size)
+
+    def keep(self, slots: Tensor) -> None:
+        """Drop all slots but these."""
+        self.num_recent = self.num_recent[slots]
+        self.recent = None if self.recent is None else self.recent[slots]
+
+    def add(self, ids: Tensor, alive: Tensor) -> None:
+        """Add the set of one more token of every completion.
+
+        Args:
+            ids: [b, K] the tokens of each set, -1 in the rest.
+            alive: [b] (bool) which completions go on; the sets of the others are overwritten by the next ones.
+        """
+        if self.recent is None:
+            # K is known with the first logits, long before a step is recorded.
+            self.recent = ids.new_full((len(ids), self._capacity, ids.shape[-1]), -1)
+        self.recent[torch.arange(len(ids), device=ids.device), self.num_recent] = ids
+        self.num_recent.add_(alive)
+
+    def sync(self, rows: Tensor, counts: Tensor, lengths: Tensor) -> None:
+        """Move what came since the last call out of the buffer.
+
+        Args:
+            rows: [b] the completion in each slot.
+            counts: [b] the tokens sampled of it so far.
+            lengths: [b] how many of these belong to it; behind a stop string there may be more.
+        """
+        if self.recent is None:
+            return
+        turn = torch.arange(self._capacity, device=rows.device)
+        places = (counts - self.num_recent).unsqueeze(-1) + turn  # [b, capacity]
+        is_new = (turn < self.num_recent.unsqueeze(-1)) & (places < lengths.unsqueeze(-1))
+        recent = self.recent[is_new]  # [b, capacity, K] -> [n, K]
+        is_inside = recent >= 0
+        self._parts.append(SamplingSupport(is_inside.sum(-1, dtype=torch.int32), recent[is_inside]))
+        self._numbers.append((rows.unsqueeze(-1) * self._length + places)[is_new])
+        self.num_recent.zero_()
+
+    def support(self, rows: int, length: int) -> SamplingSupport | None:
+        """The sets [rows, length] of all completions; None if there are none."""
+        if not self._parts:
+            return None
+        sets = SamplingSupport.concatenate(self._parts)
+        return sets.scattered(torch.cat(self._numbers), (rows, self._length)).narrow(length)
+
+
+def engine_filters(sampling: Sampling) -> dict[str, Any]:
+    """The filters of a request, as vLLM calls them; neutral ones where all tokens may be sampled.
+
+    An engine bounds no set, so it is asked for at most `MAX_SUPPORT` tokens.
+    """
+    if not sampling.truncated or sampling.temperature == 0:
+        return {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    top_k = min(sampling.top_k or MAX_SUPPORT, MAX_SUPPORT)
+    return {"top_p": sampling.top_p, "top_k": top_k, "min_p": sampling.min_p}
+
+
+class EngineSupport(NamedTuple):
+    """The sets that an engine has sampled some tokens from."""
+
+    support: SamplingSupport
+    """[n] or [B, T], each with the token that was sampled."""
+    outside: Tensor
+    """[n] or [B, T] (bool) whether that token was not in the set and had to be added."""
+
+
+def support_of_tokens(logits: Tensor, sampled: Tensor, sampling: Sampling) -> EngineSupport:
+    """The sets that an engine with these logits samples from; a sampled token that is not in its set is added to it.
+
+    vLLM's order: min_p first, then top_k of what is left, then top_p of what that leaves (``vllm/v1/sample/sampler.py``
+    of version 0.32). The native sampler's is top_k, top_p, min_p, which differs where both top_p and min_p are used.
+
+    Args:
+        logits: [n, V] divided by the temperature; overwritten.
+        sampled: [n] the tokens.
+        sampling: How they were sampled, truncated.
+    """
+    filters, size = engine_filters(sampling), logits.shape[-1]
+    shifted = logits.sub_(logits.amax(-1, keepdim=True)).clamp_(min=MIN_LOGPROB)
+    if filters["min_p"] > 0:
+        shifted.masked_fill_(shifted.exp() < filters["min_p"], MIN_LOGPROB)
+    ids, _, inside = likeliest_tokens(shifted, None, top_k=filters["top_k"], top_p=filters["top_p"], min_p=0.0)
+    sampled = sampled.unsqueeze(-1)  # [n] -> [n, 1]
+    is_outside = ~((ids == sampled) & inside).any(-1, keepdim=True)
+    # Unused room gets the number behind the last token, and so comes last.
+    tokens = torch.cat([ids.where(inside, size), sampled.where(is_outside, size)], -1).sort(-1).values  # [n, K + 1]
+    is_token = tokens < size
+    # [n, K + 1] -> [sum of sizes]
+    support = SamplingSupport(is_token.sum(-1, dtype=torch.int32), tokens[is_token].int())
+    return EngineSupport(support, is_outside.squeeze(-1))
+
+
+def engine_support(rows: Sampled | Rollout, chunks: Iterable[Chunk], sampling: Sampling) -> EngineSupport:
+    """The sets [B, T] of all completion tokens, see `support_of_tokens`.
+
+    Args:
+        rows: The completions.
+        chunks: The logits of their tokens, in any order.
+        sampling: How they were sampled, truncated.
+    """
+    sampled = rows.ids[:, rows.ids.shape[1] - rows.mask.shape[1] :].flatten()  # [B, T] -> [B * T]
+    numbers, parts = [sampled[:0]], [SamplingSupport.everything(sampled[:0])]
+    outside = torch.zeros_like(sampled, dtype=torch.bool)
+    for chunk, logits in chunks:
+        part, outside[chunk] = support_of_tokens(logits, sampled[chunk], sampling)
+        numbers.append(chunk)
+        parts.append(part)
+    support = SamplingSupport.concatenate(parts).scattered(torch.cat(numbers), rows.mask.shape)
+    return EngineSupport(support, outside.view_as(rows.mask))

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from grpo_lightning.sampler.base import Completions, OnFinished, Poll, Responder, Sampler
-from grpo_lightning.sampler.support import engine_filters
-from grpo_lightning.sampler.text import Conversation, OnIdsFinished, StopStrings, as_sampled, report_texts
-from grpo_lightning.types import Prompt, Sampled, Sampling
+from grpo_lightning.sampler.base import Completions, Conversation, GenerationRequest, Sampler
+from grpo_lightning.sampler.native.token_sampling import engine_filters
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.base import Policy
@@ -30,84 +28,58 @@ class Request(NamedTuple):
     max_tokens: int
 
 
-class Completion(NamedTuple):
+@dataclass
+class Completion:
     """What an engine has generated for a request.
 
     Example:
         ``Completion([7, 2], [-0.3, -0.1], finished=True)`` with 2 the end of sequence.
     """
 
-    ids: Sequence[int]
+    ids: list[int] = field(default_factory=list)
     """[T] token ids, the one that ends it included."""
-    logprobs: Sequence[float]
+    logprobs: list[float] = field(default_factory=list)
     """[T] in nats, under logits / temperature, within the sampling support where sampling is truncated."""
-    finished: bool
+    finished: bool = False
     """Whether it ended by an end token or a stop string."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestOptions:
-    """How the completions of some requests are generated."""
-
-    sampling: Sampling
-    """How tokens are sampled."""
-    end_ids: Sequence[int]
-    """The token ids that end a completion."""
-    stops: StopStrings | None = None
-    """Which completions end with a stop string."""
-    poll: Poll | None = None
-    """Called between tokens, where the engine can; what it raises is passed on."""
-    on_finished: OnIdsFinished | None = None
-    """Called with the numbers and the token ids of completions that have finished."""
-
-    def parameters(self, request: Request) -> dict[str, Any]:
-        """VLLM's parameters of a request in both modes: only temperature and filters shape the distribution."""
-        return {
-            "temperature": self.sampling.temperature,
-            **engine_filters(self.sampling),
-            "seed": request.seed,
-            "max_tokens": request.max_tokens,
-            "stop_token_ids": list(self.end_ids),
-            "ignore_eos": True,  # the line above has all of them
-            "logprobs": 0,  # of the sampled token
-        }
+def request_parameters(request: Request, asked: GenerationRequest) -> dict[str, Any]:
+    """VLLM's parameters of a request in both modes: only temperature and filters shape the distribution."""
+    return {
+        "temperature": asked.sampling.temperature,
+        **engine_filters(asked.sampling),
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+        "stop_token_ids": list(asked.end_ids),
+        "ignore_eos": True,  # the line above has all of them
+        "logprobs": 0,  # of the sampled token
+    }
 
 
 @dataclass
-class _Row:
+class _Row(Completion):
     """A completion of which some turns are over."""
 
-    prompt: Sequence[int]
-    member: tuple[int, int]
+    prompt: Sequence[int] = ()
+    place: tuple[int, int] = (0, 0)
     """The number of its prompt and its own in the group."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     is_reply: list[bool] = field(default_factory=list)
     turn_start: int = 0
     """The first token of its last turn."""
     num_turns: int = 0
-    finished: bool = False
 
     def request(self, seed: int, max_new_tokens: int) -> Request:
         """Ask for its next turn, whose prompt is all of it so far."""
         turn = (self.num_turns,) if self.num_turns else ()
         prompt = [*self.prompt, *self.ids] if self.ids else self.prompt
-        return Request(prompt, row_seed(seed, *self.member, *turn), max_new_tokens - len(self.ids))
+        return Request(prompt, row_seed(seed, *self.place, *turn), max_new_tokens - len(self.ids))
 
-    def add(self, turn: Completion) -> None:
-        """Append what the model has generated."""
-        self.ids += turn.ids
-        self.logprobs += turn.logprobs
-        self.is_reply += [False] * len(turn.ids)
-        self.num_turns += 1
-        self.finished = turn.finished
-
-    def read(self, reply: Sequence[int]) -> None:
-        """Append a reply."""
-        self.ids += reply
-        self.logprobs += [0.0] * len(reply)
-        self.is_reply += [True] * len(reply)
-        self.turn_start = len(self.ids)
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], *, is_reply: bool) -> None:
+        """Append what the model has generated, or a reply."""
+        self.ids += ids
+        self.logprobs += logprobs
+        self.is_reply += [is_reply] * len(ids)
 
 
 class EngineSampler(Sampler):
@@ -138,64 +110,37 @@ class EngineSampler(Sampler):
         return {} if self._version is None else {"sampler/weight_version": float(self._version)}
 
     @abstractmethod
-    def complete(self, requests: Sequence[Request], options: RequestOptions) -> Sequence[Completion]:
-        """A completion for each request, with the weights that were copied last."""
+    def complete(self, requests: Sequence[Request], asked: GenerationRequest) -> Sequence[Completion]:
+        """A completion for each request, sampled as it is asked for, with the weights that were copied last."""
 
-    def any_process(self, value: bool) -> bool:
-        """Whether ``value`` is true in any process that has to call `complete` together with this one."""
-        return value
-
-    def generate(
-        self,
-        policy: "Policy",
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        first_prompt: int = 0,
-        poll: Poll | None = None,
-        on_finished: OnFinished | None = None,
-        responder: Responder | None = None,
-    ) -> Sampled:
-        if sampling.kv_cache_gib is not None:
-            raise ValueError(
-                f"kv_cache_gib={sampling.kv_cache_gib} must be null with {self.key}: an engine has a cache of its own "
-                "size"
-            )
-        tokens = policy.tokenize(prompts)
-        policy.check_context(max(map(len, tokens)) + sampling.max_new_tokens, "rollout.max_new_tokens")
-        conversation = None if responder is None else Conversation(responder, policy)
-        options = RequestOptions(
-            sampling=sampling,
-            end_ids=policy.end_ids,
-            stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
-            poll=poll,
-            on_finished=None if responder else report_texts(policy.tokenizer, on_finished),
-        )
-        rows = [_Row(ids, (first_prompt + p, g)) for p, ids in enumerate(tokens) for g in range(group_size)]
+    def sample(self, policy: "Policy", request: GenerationRequest) -> Completions:
+        limit, size = request.sampling.max_new_tokens, len(request.places) // len(request.prompts)
+        if (gib := request.sampling.kv_cache_gib) is not None:
+            raise ValueError(f"kv_cache_gib={gib} must be null with {self.key}: an engine has a cache of its own size")
+        rows = [_Row(prompt=request.prompts[row // size], place=place) for row, place in enumerate(request.places)]
         going = list(range(len(rows)))
-        while self.any_process(bool(going)):  # one turn of all at a time
-            requests = [rows[number].request(seed, sampling.max_new_tokens) for number in going]
-            for number, turn in zip(going, self.complete(requests, options), strict=True):
-                rows[number].add(turn)
-            going = [] if conversation is None else _read_replies(rows, going, conversation, sampling.max_new_tokens)
-        return as_sampled(policy, tokens, _as_tensors(rows, policy.pad_id, policy.device), conversation)
+        while going:  # one turn of all at a time
+            completions = self.complete([rows[number].request(request.seed, limit) for number in going], request)
+            for row, turn in zip((rows[number] for number in going), completions, strict=True):
+                row.add(turn.ids, turn.logprobs, is_reply=False)
+                row.num_turns, row.finished = row.num_turns + 1, turn.finished
+            going = _read_replies(rows, going, request.conversation, limit) if request.conversation else []
+        return _as_tensors(rows, request.pad_id, policy.device)
 
 
 def _read_replies(rows: Sequence[_Row], numbers: Sequence[int], conversation: Conversation, limit: int) -> list[int]:
     """Report the turns that have ended, and append the replies; returns the numbers of the rows that go on."""
-    awaiting = [number for number in numbers if rows[number].finished]
+    awaiting, going = [number for number in numbers if rows[number].finished], []
     for number in awaiting:
         conversation.step(number, rows[number].ids[rows[number].turn_start :])
-    going = []
     for number in awaiting:
         row, reply = rows[number], conversation.reply(number)
         if reply is None:
             continue
         row.finished = len(row.ids) + len(reply) < limit  # otherwise it is cut where it is
         if row.finished:
-            row.read(reply)
+            row.add(reply, [0.0] * len(reply), is_reply=True)
+            row.turn_start = len(row.ids)
             going.append(number)
     return going
 

@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from grpo_lightning.clock import Clock
 from grpo_lightning.console import REDACTED
 from grpo_lightning.distributed.ranks import Ranks
-from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, Request, RequestOptions
+from grpo_lightning.sampler.base import GenerationRequest
+from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, Request, request_parameters
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.base import Policy
@@ -47,7 +48,7 @@ class VLLMServer(EngineSampler):
     """Completions of a ``vllm serve``d model, which reads the policy's weights from files before every rollout.
 
     Args:
-        url: Of the server, without a path.
+        url: Of the server, http://HOST:PORT.
         directory: Where the weights are written for it, on a file system that both see.
         model: Its name at the server; null: the only one that is served.
         dtype: Of the weights that are written: float32, bfloat16 or float16; null: the type in which the policy
@@ -77,13 +78,12 @@ class VLLMServer(EngineSampler):
         with clock("sync"):
             self.model = self.model or ranks.all_or_raise(self._only_model)[ranks.rank]
             place = self.directory.resolve() / f"grpo-lightning-weights-{version}"
-            ranks.all_or_raise(lambda: _make(place) if ranks.rank == 0 else None)
-            self._write(policy, place, ranks)
-            ranks.all_or_raise(lambda: self._reload(place, version) if ranks.rank == 0 else None)
+            self.write(policy, place, ranks)
+            ranks.all_or_raise(lambda: self._reload(place) if ranks.rank == 0 else None)
         yield
         self._version = version
 
-    def complete(self, requests: Sequence[Request], options: RequestOptions) -> Sequence[Completion]:
+    def complete(self, requests: Sequence[Request], asked: GenerationRequest) -> Sequence[Completion]:
         """As in `EngineSampler.complete`; requests of a group are one request with several completions.
 
         Raises:
@@ -94,77 +94,71 @@ class VLLMServer(EngineSampler):
         groups = [list(group) for _, group in groupby(requests, key=lambda request: id(request.prompt))]
         pool = ThreadPoolExecutor(max_workers=min(MAX_CONCURRENT, len(groups)))
         try:
-            answers = [pool.submit(self._complete_group, group, options) for group in groups]
+            answers = [pool.submit(self._complete_group, group, asked) for group in groups]
             waiting = set(answers)
             while waiting:
                 _, waiting = wait(waiting, timeout=_POLL_EVERY)
-                if options.poll:
-                    options.poll()
+                if asked.poll:
+                    asked.poll()
             completions = [completion for answer in answers for completion in answer.result()]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             with suppress(RuntimeError):  # the first error counts
-                self._server.post("/abort_requests", {})  # the other completions are of no use to anybody
+                self._server.ask("/abort_requests", {})  # the other completions are of no use to anybody
             raise
         pool.shutdown()
         finished = [row for row, completion in enumerate(completions) if completion.finished]
-        if options.on_finished and finished:
-            options.on_finished(finished, [completions[row].ids for row in finished])
+        if asked.on_finished and finished:
+            asked.on_finished(finished, [completions[row].ids for row in finished])
         return completions
 
     def _only_model(self) -> str:
-        names = [str(model["id"]) for model in self._server.get("/v1/models")["data"]]
+        names = [str(model["id"]) for model in self._server.ask("/v1/models")["data"]]
         if len(names) != 1:
             raise ValueError(f"sampler.model=null: name one of the models that are served: {', '.join(names)}")
         return names[0]
 
-    def _write(self, policy: "Policy", place: Path, ranks: Ranks) -> None:
+    def write(self, policy: "Policy", place: Path, ranks: Ranks) -> None:
         """Write the weights as a model's directory; all processes iterate, the first one writes."""
-        is_first = ranks.rank == 0
+        is_first, weights = ranks.rank == 0, {}
         if is_first:
-            computes_in = policy.write_config(place)
-            dtype = getattr(torch, self.dtype) if self.dtype else computes_in
-        weights = {}
+            shutil.rmtree(place, ignore_errors=True)  # which a run that was killed has left
+        ranks.all_or_raise(lambda: place.mkdir(parents=True) if is_first else None)
+        computes_in = policy.write_config(place) if is_first else None
+        dtype = getattr(torch, self.dtype) if self.dtype else computes_in
         for name, weight in policy.named_weights():
             if is_first:
                 weights[name] = weight.to("cpu", dtype, copy=True).contiguous()  # files hold no tied weights
         if is_first:
             save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
 
-    def _reload(self, place: Path, version: int) -> None:
+    def _reload(self, place: Path) -> None:
         """Let the server read the weights, and forget what it computed with older ones."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(place)}}
-        self._server.post("/collective_rpc", call)
-        if self._server.post("/reset_prefix_cache", {}).get("success") is not True:
+        self._server.ask("/collective_rpc", call)
+        if self._server.ask("/reset_prefix_cache", {}).get("success") is not True:
             raise RuntimeError(
                 "sampler=vllm_server: keys and values of older weights could not be dropped from its cache: somebody "
                 "else may be using it"
             )
-        self._server.post("/update_weight_version", {"new_version": str(version)})
         shutil.rmtree(place)
 
-    def _complete_group(self, requests: Sequence[Request], options: RequestOptions) -> list[Completion]:
+    def _complete_group(self, requests: Sequence[Request], asked: GenerationRequest) -> list[Completion]:
         """[G] completions of one prompt; vLLM derives their seeds from the first one's."""
         own = {"model": self.model, "prompt": list(requests[0].prompt), "n": len(requests), "return_token_ids": True}
-        answer = self._server.post("/v1/completions", {**_NEUTRAL, **options.parameters(requests[0]), **own})
+        answer = self._server.ask("/v1/completions", {**_NEUTRAL, **request_parameters(requests[0], asked), **own})
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         if len(choices) != len(requests):
             raise RuntimeError(f"{self._server.url}: {len(choices)} completions of a prompt came, not {len(requests)}")
-        return [self._completion(choice, options) for choice in choices]
+        return [self._completion(choice, asked) for choice in choices]
 
-    def _completion(self, choice: Mapping[str, Any], options: RequestOptions) -> Completion:
+    def _completion(self, choice: Mapping[str, Any], asked: GenerationRequest) -> Completion:
         ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if not ids or not logprobs or len(ids) != len(logprobs):
             raise RuntimeError(f"{self._server.url}: a completion came without its token ids or log-probabilities")
-        if options.stops and (length := options.stops([ids], [len(ids)])[0]):
+        if asked.stops and (length := asked.stops([ids], [len(ids)])[0]):
             return Completion(ids[:length], logprobs[:length], finished=True)
-        return Completion(ids, logprobs, finished=ids[-1] in options.end_ids)
-
-
-def _make(place: Path) -> None:
-    """Make an empty directory, in place of one that a run which was killed has left."""
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+        return Completion(ids, logprobs, finished=ids[-1] in asked.end_ids)
 
 
 class Connection:
@@ -173,18 +167,14 @@ class Connection:
     Args:
         url: http://HOST:PORT or https://HOST:PORT.
         timeout: Seconds for one answer.
-
-    Raises:
-        ValueError: The address is another, or holds a password.
     """
 
     def __init__(self, url: str, *, timeout: float) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            shown = f"{parts.scheme}://{parts.hostname}" if parts.username else url
             raise ValueError(
-                f"sampler.url={shown} must be http://HOST:PORT or https://HOST:PORT; a key is read from the "
-                f"environment variable {KEY}"
+                f"sampler.url must be http://HOST:PORT or https://HOST:PORT, with the key in the environment variable "
+                f"{KEY}; it is {parts.scheme}://{parts.hostname}"
             )
         self.url, self._timeout = url.rstrip("/"), timeout
         self._is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
@@ -195,17 +185,10 @@ class Connection:
         limits = httpx2.Limits(max_connections=MAX_CONCURRENT + 1, max_keepalive_connections=MAX_CONCURRENT + 1)
         return httpx2.Client(timeout=self._timeout, limits=limits, trust_env=not self._is_local)
 
-    def get(self, path: str) -> Any:
-        """The answer to a request without content."""
-        return self._send("GET", path, None)
-
-    def post(self, path: str, content: Any) -> Any:
-        """The answer to a request; an empty one is an empty mapping."""
-        return self._send("POST", path, content)
-
-    def _send(self, method: str, path: str, content: Any) -> Any:
+    def ask(self, path: str, content: Any = None) -> Any:
+        """The answer to a request, POST with content and GET without; an empty one is an empty mapping."""
         url, key = f"{self.url}{path}", os.environ.get(KEY, "").strip()  # without the line end that files have
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        method, headers = "GET" if content is None else "POST", {"Authorization": f"Bearer {key}"} if key else {}
         for attempt in range(_ATTEMPTS):
             try:
                 answer = self._client.request(method, url, json=content, headers=headers)
