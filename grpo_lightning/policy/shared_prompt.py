@@ -159,7 +159,6 @@ class SharedPath:
             group_size,
             longest=longest,
             fused=step,
-            windows={},
             is_static=_is_static(self.decoder),
         )
 
