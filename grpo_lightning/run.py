@@ -41,7 +41,6 @@ from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_externally_launched
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
-from grpo_lightning.reward import coroutines
 from grpo_lightning.rollout.scoring import check_columns
 
 log = logging.getLogger(__name__)
@@ -256,7 +255,9 @@ class Run:
                     raise lost from error
                 raise
             finally:
-                coroutines.close()  # calls of rewards that nobody waits for any more
+                from grpo_lightning.reward import workers  # loads pebble, which not every run needs to begin
+
+                workers.close_loop()  # calls of rewards that nobody waits for any more
                 is_built = "module" in vars(self)
                 if is_first_process() and (is_built or not (self.directory / "summary.json").exists()):
                     self._summary = {

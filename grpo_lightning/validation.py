@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric, Metric
 
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec
-from grpo_lightning.reward.text import answer_text
+from grpo_lightning.reward.accuracy import answer_text
 from grpo_lightning.rollout.scoring import Scorer, StepContext
 from grpo_lightning.schedule import resolve_schedules
 from grpo_lightning.types import Prompts, Sampling, Scored

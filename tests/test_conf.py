@@ -26,7 +26,7 @@ NEEDS = {
     "data=inline": ["data.train.prompts=[a,b]", "data.prompts_per_step=1"],
     "reward=[custom]": ["reward.custom.function._target_=tests.support.rewards.vowels"],
     "reward=[custom_per_completion]": [
-        "reward.custom.function.function._target_=grpo_lightning.reward.text.answer_text"
+        "reward.custom.function.function._target_=grpo_lightning.reward.accuracy.answer_text"
     ],
     "reward=[environment]": ["environment=guess"],
     "reward=[keyword]": ["reward.keyword.function.words=[because]"],

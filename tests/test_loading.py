@@ -25,7 +25,7 @@ from tests.support.composed import build, composed
 
 TINY = "pkg://grpo_lightning/policy/tiny"
 PLAIN = {"dtype": "float32", "attn_implementation": "sdpa", "trust_remote_code": False}
-REWARD = {"dtype": "float32", "device": "cpu", "batch_tokens": 200, "max_length": 256, "quantization": None, "label": 0}
+REWARD = {"dtype": "float32", "device": "cpu", "batch_tokens": 200, "max_length": 256, "label": 0}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 
 

@@ -7,11 +7,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, RewardSpec, Scoring, check_columns, score, total
+from grpo_lightning.reward import PerCompletion, RewardError, RewardSpec, Scoring, check_columns, total
 from grpo_lightning.reward.accuracy import exact
 from grpo_lightning.reward.spec import clip_scores
 from tests.support import rewards
 from tests.support.composed import build
+from tests.support.rewards import score
 from tests.support.workers import limited
 
 COLUMNS = {"answer": ["1", "2"], "level": [3, 4]}
@@ -71,7 +72,6 @@ def test_per_completion_passes_one_row():
 
     assert scored(PerCompletion(one), ("abc", "b")) == [3 + 10 + 100 + 9, None]
     assert scored(PerCompletion(lambda text, **row: row == {"prompt": "p", "answer": "1", "level": 3})) == [1.0, 0.0]
-    assert PerCompletion(one)(prompts=["p"], completions=["ab"], answer=["1"], unknown=["x"]) == [2 + 10 + 100 + 9]
 
 
 def test_texts_become_chat_messages_and_messages_stay():
@@ -100,13 +100,12 @@ def test_trls_own_functions_score():
     texts = [r"It is \boxed{\frac{1}{3}}", r"It is \boxed{\frac{1}{2}}", r"\boxed{1}"]
     columns = {"solution": [r"\frac{1}{3}", r"\frac{1}{3}", ""]}
     ids = [[1] * 80, [1] * 90, [1] * 101]
-    for timeout in (None, 60.0):
-        specs = {
-            "accuracy": RewardSpec(accuracy, 1.0, messages=True, timeout=timeout, max_failed=0.0),
-            "overlong": RewardSpec(overlong, 1.0, timeout=timeout, max_failed=0.0),
-        }
-        found = score(specs, [CHAT, "How many?", CHAT], texts, columns, ids)
-        assert found == {"accuracy": [1.0, 0.0, None], "overlong": [0.0, -0.5, -1.0]}
+    specs = {
+        "accuracy": RewardSpec(accuracy, 1.0, messages=True, timeout=60.0, max_failed=0.0),
+        "overlong": RewardSpec(overlong, 1.0),
+    }
+    found = score(specs, [CHAT, "How many?", CHAT], texts, columns, ids)
+    assert found == {"accuracy": [1.0, 0.0, None], "overlong": [0.0, -0.5, -1.0]}
 
 
 def test_all_problems_are_named_before_anything_runs():
@@ -142,7 +141,16 @@ def test_anything_else_names_the_row_and_the_beginning_of_its_text():
         scored(lambda completions: [1.0])
 
 
-@pytest.mark.slow
+def test_a_reward_that_raises_names_the_row():
+    def picky(completions, answer):
+        return [1 / (text != right) for text, right in zip(completions, answer, strict=True)]
+
+    with pytest.raises(RewardError, match="reward 'mine' raised ZeroDivisionError: .* on row 1, completion '2'"):
+        scored(picky, ("2", "2"))
+    with pytest.raises(RewardError, match=r"reward 'mine' raised KeyError: 7\. "):  # of no row by itself
+        scored(lambda completions: {}[7] if len(completions) == 2 else [1.0])
+
+
 @pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in_workers"])
 def test_numbers_and_steps_are_taken_however_they_are_packed(timeout):
     texts, settings = ("ab", "abcd"), {"timeout": timeout, "columns": {}}

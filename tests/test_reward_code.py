@@ -56,6 +56,11 @@ def test_the_share_of_the_tests_that_pass():
     ):
         assert scored(text, seconds=1.5, cpu_seconds=1) == score, text
     assert scored("print(4)", all_or_nothing=True) == 0.0
+    with pytest.raises(ValueError, match="no test expects any output"):
+        scored("pass", [{"input": "1", "output": ""}])
+    assert (
+        scored("n = int(input())\nif n: print(n)", [{"input": "0", "output": ""}, {"input": "1", "output": "1"}]) == 1
+    )
 
 
 ADD = "def add(a, b):\n    print('adding')\n    return a + b\n"

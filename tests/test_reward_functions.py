@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import logging
 import os
 import re
 import time
@@ -10,14 +9,24 @@ from fractions import Fraction
 
 import pytest
 
-from grpo_lightning.reward import verifier, workers
-from grpo_lightning.reward.accuracy import demonstrated, exact, last_number, numeric, of_environment, reasoning_gym
+from grpo_lightning.reward import accuracy
+from grpo_lightning.reward.accuracy import (
+    answer_text,
+    demonstrated,
+    exact,
+    is_harmless,
+    last_number,
+    may_be_verified,
+    numeric,
+    of_environment,
+    reasoning_gym,
+    tag,
+)
 from grpo_lightning.reward.countdown import countdown
 from grpo_lightning.reward.format import format as format_reward
 from grpo_lightning.reward.format import json_schema, keyword, pattern, reasoning_steps, tag_count
 from grpo_lightning.reward.length import cosine_length, length, repetition, soft_overlong, word_variety
-from grpo_lightning.reward.text import answer_text, tag
-from grpo_lightning.reward.verifier import GATES, is_harmless, is_literal, may_be_verified
+from grpo_lightning.reward.spec import Failure
 
 
 def test_the_last_complete_tag_counts():
@@ -52,7 +61,7 @@ def test_exact_compares_stripped_text():
     completions = ["<answer> cat </answer>", "cat", "<answer>Cat</answer>", "<answer>cat.</answer>"]
     assert exact(completions, [" cat\n"] * 4, level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
     assert exact(["7", "7.5"], [7, 7.5]) == [1.0, 1.0]
-    for answer in ("", None):
+    for answer in ("", True, ["1"]):
         with pytest.raises(ValueError, match="answer: expected text or a number, got"):
             exact(["1"], [answer])
 
@@ -157,9 +166,8 @@ def test_keyword_and_pattern(caplog):
     assert pattern(["a1", "1b", "b22", ""], expression=r"[ab]\d+$", seconds=1.0) == [1.0, 0.0, 1.0, 0.0]
     assert pattern(["x\nABC"], expression=r"(?im)^abc", seconds=1.0) == [1.0]
     began = time.perf_counter()
-    with caplog.at_level(logging.WARNING):
-        texts = ["a" * 100 + "b", "a" * 100 + "b", "aa"]
-        assert pattern(texts, expression=r"^(a|aa|aaa)+$", seconds=0.05) == [0.0, 0.0, 1.0]
+    texts = ["a" * 100 + "b", "a" * 100 + "b", "aa"]
+    assert pattern(texts, expression=r"^(a|aa|aaa)+$", seconds=0.05) == [0.0, 0.0, 1.0]
     assert time.perf_counter() - began < 2
     assert len(caplog.records) == 1
 
@@ -191,7 +199,6 @@ def test_json_schema(tmp_path):
     assert json_schema(['{"name": "a"}', "{}"], schema=str(path)) == [1.0, 0.0]
     recursive = {"type": "array", "items": {"$ref": "#"}}
     assert json_schema(["[[[]]]", "[[1]]", "[" * 900 + "]" * 900], schema=recursive) == [1.0, 0.0, 0.0]
-    assert json_schema(["1e308", "1e999", "-1e400"], schema={"multipleOf": 0.1})[1:] == [0.0, 0.0]
 
 
 # --- length and words
@@ -243,6 +250,19 @@ def test_repetition():
         assert repetition([text], n=n, max_penalty=-2.0) == pytest.approx([penalty])
 
 
+def test_settings_that_cannot_be_meant_are_refused():
+    ids = [[1]]
+    for function, columns, settings in (
+        (length, {}, {"target": 0}),
+        (repetition, {}, {"n": 0, "max_penalty": -1.0}),
+        (repetition, {}, {"n": 3, "max_penalty": 1.0}),
+        (soft_overlong, {"completion_ids": ids}, {"max_length": 100, "buffer": 20.0}),
+        (keyword, {}, {"words": "because"}),
+    ):
+        with pytest.raises(ValueError, match=": expected "):
+            function(**{"completions": ["a"], **columns, **settings})
+
+
 # --- reasoning_gym's verifiers
 
 
@@ -265,11 +285,11 @@ def test_the_tasks_own_verifier_scores_the_answer():
 
 
 def test_a_verifier_that_raises_blames_the_text_or_the_data(caplog):
-    verifier._warned.clear()
+    accuracy._warned.clear()
     metadata = {"factors": [2, 3]}
     assert verified("prime_factorization", "2 \u00d7 3", "2 \u00d7 3", metadata) == 1.0
-    assert verified("prime_factorization", "two", "2 \u00d7 3", metadata) == 0.0
-    assert verified("prime_factorization", "three", "2 \u00d7 3", metadata) == 0.0
+    for text in ("two", "three"):
+        assert verified("prime_factorization", text, "2 \u00d7 3", metadata) == 0.0
     assert len(caplog.records) == 1
     assert "'prime_factorization': its verifier failed" in caplog.text
     with pytest.raises(ValueError, match=r"'prime_factorization'.*on the data set's own answer 'six'"):
@@ -278,48 +298,31 @@ def test_a_verifier_that_raises_blames_the_text_or_the_data(caplog):
         verified("no_such_task", "5", "5")
 
 
-def test_every_verifier_that_evaluates_text_has_a_gate_and_is_given_no_code(monkeypatch):
+CODE = [
+    *("9" * 10_001, "__import__('os').system('true')", "().__class__.__base__", "[x for x in (1,)]", "exit()"),
+    *("(lambda: 1)()", "exec(x)", "exp(x, evaluate=1)", "x.y", "S('e''x''e''c''(1)')", "'\\x65xec'", "\uff45xec(1)"),
+]
+
+
+def test_every_verifier_that_evaluates_text_is_given_no_code(monkeypatch):
     factory = pytest.importorskip("reasoning_gym.factory")
     sources = {name: inspect.getsource(made.score_answer) for name, (made, _) in factory.DATASETS.items()}
-    tasks = {name for name, text in sources.items() if re.search(r"\b(eval|exec|parse_expr|sympify|Fraction)\(", text)}
-    tasks -= {"number_sorting", "propositional_logic"}  # evaluates the data's answer; parse_expr is its own parser
-    assert len(tasks) == 10
-    assert tasks <= set(GATES) <= set(factory.DATASETS)
+    tasks = {name for name, text in sources.items() if re.search(r"\b(eval|exec|parse_expr|sympify)\(", text)}
+    # number_sorting evaluates the data's answer; parse_expr of propositional_logic is its own parser
+    assert tasks - {"number_sorting", "propositional_logic"} == accuracy._EVALUATING
     reached = []
     monkeypatch.setattr(os, "system", lambda command: reached.append(command) or 0)
-    monkeypatch.setattr(verifier, "_start", lambda scorer, task, text, entry: lambda: reached.append(text) or 1.0)
-    code = ["9" * 10_001, "__import__('os').system('true')", "().__class__.__base__", "[x for x in (1,)]"]
-    code += ["'a' * 10**10", "[1] * 10**10", "(lambda: 1)()", "f'{1}'", "exit()"]
-    for task in tasks - {"coin_flip"}:
-        assert [verified(task, text, "1") for text in code] == [0.0] * len(code)
+    monkeypatch.setattr(accuracy, "_start", lambda scorer, task, text, entry: lambda: reached.append(text) or 1.0)
+    for task in accuracy._EVALUATING:
+        assert [verified(task, text, "1") for text in CODE] == [0.0] * len(CODE)
         assert verified(task, "1", "1") == 1.0
     assert set(reached) == {"1"}
-
-
-def test_gates():
-    for check, text, allowed in (
-        (is_literal, "[[1, -2], ('a', 'b')]", True),
-        (is_literal, "[[1, -2], ('a', b)]", False),
-        (is_literal, " \ta.b", False),  # eval ignores the space before it
-        (is_literal, "-" * 9_000 + "1", False),
-        (is_harmless, "2*(2 - 8*x)**(3/2)/3 + C", True),
-        (is_harmless, "exec(x)", False),
-        (is_harmless, "exp(x, evaluate=1)", False),
-        (is_harmless, "log(*x)", False),
-        (is_harmless, "'exec(x)'", False),  # sympy evaluates a text once more
-        (is_harmless, "x.y", False),
-        (is_harmless, "(" * 9_000 + "1", False),
-        (GATES["coin_flip"], "3/1024", True),
-    ):
-        assert check(text) is allowed, text[:50]
+    for text in ("[[1, -2], ('a')]", "[['Q', '_'], ['_', 'Q']]", "2*(2 - 8*x)**(3/2)/3 + C", "0x5f + 1e5", "exp(2*x)"):
+        assert is_harmless(text) == (text[-3:] != "')]"), text  # a text in quotes beside a bracket could be passed on
     integral = "Integral(x, x) + C"
     assert not may_be_verified("intermediate_integration", integral, integral)
     assert verified("intermediate_integration", integral, f" {integral}\n") == 1.0  # right, though no verifier gets it
-    for text, answer, allowed in (
-        ("a" * 10_000, "a", True),
-        ("a" * 10_001, "a", False),
-        ("b" * 12_000, "a" * 3_000, True),
-    ):
+    for text, answer, allowed in (("a" * 10_001, "a", False), ("b" * 12_000, "a" * 3_000, True)):
         assert may_be_verified("tower_of_hanoi", text, answer) is allowed
 
 
@@ -329,28 +332,28 @@ def test_rows_that_a_verifier_would_evaluate_run_no_code(tmp_path):
     for task, answer, metadata, text in (
         ("bitwise_arithmetic", "0x1", {"problem": evil}, "0x1"),
         ("simple_integration", "x + C", x | {"integrand": evil}, "x**2"),
-        ("polynomial_multiplication", evil, {}, "x"),
         ("number_sorting", evil, {"direction": "ascending"}, "[1]"),
         ("composite", "1", {"source_dataset": "bitwise_arithmetic", "problem": evil}, "0x1"),
     ):
         with pytest.raises(ValueError, match="the task's verifier would evaluate it; expected"):
             verified(task, text, answer, metadata)
         assert not mark.exists()
-    verifier.Verifier("number_sorting", {})(answer="[1]", entry={"answer": evil, "metadata": {}})
+    accuracy.Verifier("number_sorting", {})(answer="[1]", entry={"answer": evil, "metadata": {}})
     assert mark.exists()  # the verifier does evaluate it, so that the test above proves something
 
 
 @pytest.mark.slow
-def test_verifiers_score_what_reasoning_gym_makes_and_end_on_huge_numbers(monkeypatch, caplog):
-    for task in ("bitwise_arithmetic", "number_sorting", "polynomial_multiplication", "simple_integration"):
-        for entry in pytest.importorskip("reasoning_gym").create_dataset(task, size=10, seed=3):
-            assert reasoning_gym([entry["answer"]], [entry["answer"]], [task], [entry["metadata"]]) == [1.0]
-    monkeypatch.setattr(verifier, "MAX_SECONDS", 0.5)
+def test_verifiers_score_what_reasoning_gym_makes_and_end_on_huge_numbers(monkeypatch):
+    for task in (*accuracy._EVALUATED, *accuracy._EVALUATING - {"intermediate_integration"}):
+        for entry in pytest.importorskip("reasoning_gym").create_dataset(task, size=5, seed=3):
+            right = entry["metadata"].get("solution", entry["answer"]) if task == "puzzle24" else entry["answer"]
+            assert reasoning_gym([right], [entry["answer"]], [task], [entry["metadata"]]) == [1.0], task
+    monkeypatch.setattr(accuracy, "MAX_SECONDS", 0.5)
     for task, text, metadata in (
         ("countdown", "9**9**9**9", {"numbers": [9, 9, 9, 9], "target": 9}),
         ("coin_flip", "1e99999999", {}),
         ("rubiks_cube", "F " + "F999999999", {"cube_size": 3, "scramble_moves": "F"}),
     ):
         assert verified(task, text, "1/2", metadata) <= 0.05
-    monkeypatch.setattr(verifier, "_start", lambda *_: lambda: workers.Failure("timeout", "took longer than 5 s"))
+    monkeypatch.setattr(accuracy, "_start", lambda *_: lambda: Failure("timeout", "took longer than 5 s"))
     assert verified("simple_integration", "x", "x**2 + C", {"integrand": "2*x"}) == 0.0

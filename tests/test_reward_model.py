@@ -6,13 +6,12 @@ import random
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from grpo_lightning.callbacks.iterative import RewardModelTraining
 from grpo_lightning.reward.model import RewardModel
 from tests.kills import difference
-from tests.support.checkpoints import QUANTIZABLE, write_reward_model
+from tests.support.checkpoints import write_reward_model
 from tests.support.running import small_run
 
 SETTINGS = {
@@ -20,7 +19,6 @@ SETTINGS = {
     "device": "cpu",
     "batch_tokens": 200,
     "max_length": 256,
-    "quantization": None,
     "label": 0,
     "trust_remote_code": False,
 }
@@ -103,66 +101,6 @@ def test_neither_inference_mode_nor_autocast_nor_the_random_state_takes_part(cha
     assert model.network.score.weight.grad.abs().sum() > 0
 
 
-def test_quantized_weights_give_nearly_the_same(tmp_path):
-    path = write_reward_model(tmp_path, "qwen3", chat=True, labels=3, seed=1, **QUANTIZABLE)
-    exact = torch.tensor(reward_model(path)(PROMPTS, COMPLETIONS))
-    for bits, stored in (("8bit", "Linear8bitLt"), ("4bit", "Linear4bit")):
-        model = reward_model(path, quantization=bits)
-        assert type(model.network.model.layers[0].mlp.up_proj).__name__ == stored
-        assert type(model.network.score).__name__ == "Linear"
-        assert (torch.tensor(model(PROMPTS, COMPLETIONS)) - exact).abs().mean() < 0.5 * exact.std()
-
-
-# --- a network that a program has
-
-
-class Mean(nn.Module):
-    """Scores token ids by their mean, so that padding would show; remembers how it was called."""
-
-    def __init__(self, shape=lambda values: values, labels=1):
-        super().__init__()
-        self.shape = shape
-        self.scale = nn.Parameter(torch.arange(1.0, labels + 1))
-        self.dropout = nn.Dropout(0.5)
-        self.calls = []
-
-    def forward(self, ids):
-        self.calls.append((tuple(ids.shape), self.training, torch.is_grad_enabled()))
-        self.device = ids.device
-        return self.shape(self.dropout(ids.float()).mean(-1, keepdim=True) * self.scale)
-
-
-class Letters:
-    """A tokenizer of one's own: a letter is its number in the alphabet, and a space none."""
-
-    def encode(self, text):
-        return [ord(letter) - ord("a") for letter in text if letter != " "]
-
-    def decode(self, ids):
-        return "".join(chr(one + ord("a")) for one in ids)
-
-
-def test_a_live_network_scores_as_the_one_of_its_path(chat, plain, caplog):
-    for path, label in ((chat, 0), (chat, 2), (plain, 0)):
-        network, words = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-        expected = reward_model(path, label=label)(PROMPTS, COMPLETIONS)
-        assert RewardModel.of(network, words, label=label)(PROMPTS, COMPLETIONS) == pytest.approx(expected, abs=1e-6)
-        words.truncation_side = "right"
-        rows = RewardModel.of(network, words, max_length=8).encode(PROMPTS[:2], COMPLETIONS[:2])
-        assert words.truncation_side == "right"  # the program's tokenizer stays as it is
-        assert rows == reward_model(path, max_length=8).encode(PROMPTS[:2], COMPLETIONS[:2])
-
-
-def test_rows_of_ones_own_network_are_of_equal_length_and_keep_their_order():
-    network = Mean()
-    model = RewardModel.of(network, Letters(), batch_tokens=8)
-    # a=0 b=1 c=2 d=3: means of (a b d) 4/3, (c c) 2, (d) 3, (b d d d d) 13/5, (b b) 1, (c c a) 4/3, (d d d) 3
-    found = model(["ab", "c", "", "bd", "b", "c c", "dd"], ["d", "c", "d", "ddd", "b", "a", "d"])
-    assert found == pytest.approx([4 / 3, 2, 3, 13 / 5, 1, 4 / 3, 3])
-    # within 8 tokens, longest first: 1 x 5; 2 of the 3 x 3, then 1; 2 x 2; 1 x 1
-    assert [shape for shape, _, _ in network.calls] == [(1, 5), (2, 3), (1, 3), (2, 2), (1, 1)]
-
-
 # --- training it
 
 TRAINING = {
@@ -236,12 +174,12 @@ def test_accuracy_rises_on_text_that_can_be_told_apart(llama):
     assert loss[-1] < 0.5 * loss[0]
 
 
-def trained(path, step=1, **settings) -> dict:
+def trained(path, **settings) -> dict:
     model = reward_model(path, batch_tokens=settings.pop("batch_tokens", 200))
     model.reset()
     train = callback(**settings)
     train.pending = separable(8)
-    train.update(model, step)
+    train.update(model, 1)
     return {name: weight.clone() for name, weight in model.network.state_dict().items()}
 
 

@@ -98,7 +98,7 @@ class RewardModelTraining(Callback):
 
     Raises:
         ValueError: On construction, if a number is out of range; when training starts, if there is no such reward, it
-            is no `RewardModel` with float32 weights that are not quantized, it is the outcome reward itself, or there
+            is no `RewardModel` with float32 weights, it is the outcome reward itself, or there
             is more than one process.
     """
 
@@ -133,10 +133,10 @@ class RewardModelTraining(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         model = self._find(module)
-        if model.quantization or model.dtype != "float32":
+        if model.dtype != "float32":
             raise ValueError(
-                f"callbacks.reward_model.reward={self.reward}: its weights have quantization={model.quantization} and "
-                f"dtype={model.dtype}; to be trained they need null and float32: small updates vanish in fewer bits"
+                f"callbacks.reward_model.reward={self.reward}: its weights have dtype={model.dtype}, and need "
+                "float32 to be trained: small updates vanish in fewer bits"
             )
         if trainer.world_size > 1:
             raise ValueError(

@@ -9,8 +9,8 @@ from typing import Any
 
 from grpo_lightning.config.rules import integer, number, problems
 from grpo_lightning.environment.base import BadCall
+from grpo_lightning.reward.accuracy import tag
 from grpo_lightning.reward.spec import arguments
-from grpo_lightning.reward.text import tag
 
 _OPENING, _CLOSING = "calc(", ")="
 _CHARACTERS = frozenset("0123456789.+-*/() ")

@@ -10,7 +10,7 @@ from grpo_lightning.console import single_line
 from grpo_lightning.distributed import signals
 from grpo_lightning.environment.base import Environment, EpisodeError, StepResult, check_columns
 from grpo_lightning.reward import workers
-from grpo_lightning.reward.spec import describe_error
+from grpo_lightning.reward.spec import Failure, describe_error
 
 if TYPE_CHECKING:  # batch imports torch, which worker processes can do without
     from grpo_lightning.types import Prompt
@@ -28,7 +28,7 @@ class _Episode:
     replies: list[str] = field(default_factory=list)
     scores: list[tuple[int, float]] = field(default_factory=list)
     is_over: bool = False
-    failure: workers.Failure | None = None
+    failure: Failure | None = None
     is_open: bool = False
     """Whether the result of the last turn is still to come."""
     pending: workers.Pending | None = None
@@ -90,7 +90,7 @@ class Episodes:
     def reject(self, row: int, problem: str) -> None:
         """Fail the episode of completion ``row``, whose last reply the policy cannot read."""
         episode = self._episodes[row]
-        episode.failure, episode.reply = workers.Failure("reply", problem), None
+        episode.failure, episode.reply = Failure("reply", problem), None
         episode.replies.pop()
 
     @property
@@ -151,7 +151,7 @@ class Episodes:
         finally:
             self.seconds += perf_counter() - start
         episode.is_open, episode.pending, episode.reply = False, None, None
-        if isinstance(result, workers.Failure):
+        if isinstance(result, Failure):
             episode.failure = result
             return
         self._num_bad_calls += result.is_bad_call
@@ -163,13 +163,13 @@ class Episodes:
             episode.replies.append(result.reply)
             episode.reply = result.reply
 
-    def _call_here(self, row: int) -> StepResult | workers.Failure:
+    def _call_here(self, row: int) -> StepResult | Failure:
         """Call the function in this process."""
-        result: StepResult | workers.Failure
+        result: StepResult | Failure
         try:
             result = self._environment(**self._arguments(row))
         except (Exception, SystemExit) as error:
-            result = workers.Failure("exception", describe_error(error))
+            result = Failure("exception", describe_error(error))
         signals.current().check()  # a signal may have come while the environment took long
         return result
 

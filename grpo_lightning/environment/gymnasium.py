@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from grpo_lightning.environment.base import BadCall
-from grpo_lightning.reward.text import answer_text
+from grpo_lightning.reward.accuracy import answer_text
 
 _COLORED = re.compile(r"\x1b\[([\d;]*)m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")

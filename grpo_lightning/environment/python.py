@@ -9,7 +9,7 @@ from typing import Any
 from grpo_lightning.config.rules import flag, integer, problems
 from grpo_lightning.environment.base import BadCall
 from grpo_lightning.environment.tools import Call, calls
-from grpo_lightning.reward.text import fenced_blocks, without_thoughts
+from grpo_lightning.reward.accuracy import fenced_blocks, without_thoughts
 from grpo_lightning.sandbox.client import Limits, Outcome, run
 
 RULES = {"max_output": integer(100), "as_tool": flag()}

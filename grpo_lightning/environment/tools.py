@@ -14,8 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from grpo_lightning.config.rules import integer, problems
 from grpo_lightning.environment.base import BadCall
+from grpo_lightning.reward.accuracy import without_thoughts
 from grpo_lightning.reward.spec import describe_error
-from grpo_lightning.reward.text import without_thoughts
 
 RULES = {"max_calls": integer(1), "max_result": integer(100)}
 """What each setting may be."""

@@ -4,14 +4,22 @@ A process reward gives (end, score) pairs: the score of each step of the reasoni
 in characters. Only the reward model needs torch.
 """
 
-from grpo_lightning.reward.coroutines import PermanentError, RetryableError
-from grpo_lightning.reward.scoring import Scores, Scoring, check_columns, score
-from grpo_lightning.reward.spec import PerCompletion, Reward, RewardError, RewardSpec, Score, clip_scores, scalar, total
+from grpo_lightning.reward.scoring import Scores, Scoring, check_columns
+from grpo_lightning.reward.spec import (
+    PerCompletion,
+    PermanentError,
+    Reward,
+    RewardError,
+    RewardSpec,
+    Score,
+    clip_scores,
+    scalar,
+    total,
+)
 
 __all__ = [
     "PerCompletion",
     "PermanentError",
-    "RetryableError",
     "Reward",
     "RewardError",
     "RewardSpec",
@@ -21,6 +29,5 @@ __all__ = [
     "check_columns",
     "clip_scores",
     "scalar",
-    "score",
     "total",
 ]

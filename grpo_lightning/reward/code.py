@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpo_lightning.reward.text import FENCE, answer_text, fenced_blocks, tag
+from grpo_lightning.reward.accuracy import FENCE, answer_text, fenced_blocks, tag
+from grpo_lightning.reward.spec import score_rows
 from grpo_lightning.sandbox.client import Limits, Outcome, run
 
 _MAX_CHARACTERS = 100_000  # characters of a program
@@ -65,12 +66,13 @@ def code(
         Unavailable: The machine has no sandbox.
     """
     limits = Limits(seconds=seconds, cpu_seconds=cpu_seconds, memory_mb=memory_mb)
-    scores: list[float | None] = []
-    for completion, given in zip(completions, tests, strict=True):
+
+    def score(completion: str, given: Any) -> float:
         cases, text = _cases(given), program(completion)
         passed = 0 if text is None else _passed(text, cases, limits, seconds_in_all, all_or_nothing)
-        scores.append(float(passed == len(cases)) if all_or_nothing else passed / len(cases))
-    return scores
+        return float(passed == len(cases)) if all_or_nothing else passed / len(cases)
+
+    return score_rows(score, completions, tests)
 
 
 def program(completion: str) -> str | None:
@@ -90,7 +92,12 @@ def _cases(given: Any) -> list[Case]:
     listed = json.loads(given) if isinstance(given, str) else given
     if not isinstance(listed, list | tuple) or not listed:
         raise ValueError(f"tests: expected a list with at least one test, got {given!r:.80}")
-    return [_case(one) for one in listed]
+    cases = [_case(one) for one in listed]
+    if all(not case.call and not case.expected.strip() for case in cases):
+        raise ValueError(
+            f"tests: no test expects any output, so every program without one would pass; got {given!r:.80}"
+        )
+    return cases
 
 
 def _case(given: Any) -> Case:

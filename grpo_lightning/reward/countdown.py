@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_lightning.reward.text import answer_text
+from grpo_lightning.reward.accuracy import answer_text
+from grpo_lightning.reward.spec import score_rows
 
 _MAX_CHARACTERS = 500  # characters of an expression
 _SIGNS = str.maketrans("\u00d7\u00b7\u00f7\u2212\u2013[]", "**/--()")  # times, dot, division, minus, dash
 _LATEX = (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("\\left", ""), ("\\right", ""), ("$", ""))
-_OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+_OPERATIONS: dict[type, Callable[..., Fraction]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
+    **{ast.UAdd: operator.pos, ast.USub: operator.neg},
 }
-_KINDS = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.UAdd, ast.USub, *_OPERATIONS)
 _EXPRESSION = re.compile(r"[-+*/() \t\n0-9]+")
 
 
@@ -37,49 +35,37 @@ def countdown(
         target: [B] the numbers to reach.
         use_all: Whether each number has to be used.
     """
-    return [
-        float(_reaches(answer_text(text), Counter(map(int, given)), Fraction(goal), use_all=use_all))
-        for text, given, goal in zip(completions, numbers, target, strict=True)
-    ]
+
+    def score(completion: str, given: Any, goal: Any) -> float:
+        text = answer_text(completion).translate(_SIGNS)
+        if len(text) > _MAX_CHARACTERS:
+            return 0.0
+        for command, sign in _LATEX:
+            text = text.replace(command, sign)
+        expression, equals, result = text.partition("=")
+        used: Counter[int] = Counter()
+        allowed, goal = Counter(map(int, given)), Fraction(goal)
+        try:
+            is_reached = _value(expression, used) == goal and (not equals or _value(result, Counter()) == goal)
+        except (ArithmeticError, SyntaxError, ValueError, RecursionError, MemoryError):
+            return 0.0
+        return float(is_reached and (used == allowed if use_all else used <= allowed))
+
+    return score_rows(score, completions, numbers, target)
 
 
-def _reaches(text: str, allowed: "Counter[int]", target: Fraction, *, use_all: bool) -> bool:
-    if len(text) > _MAX_CHARACTERS:
-        return False
-    text = text.translate(_SIGNS)
-    for command, sign in _LATEX:
-        text = text.replace(command, sign)
-    text, equals, result = text.partition("=")
-    tree, stated = _tree(text), _tree(result) if equals else None
-    if tree is None or (equals and stated is None):
-        return False
-    used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    if used != allowed if use_all else not used <= allowed:
-        return False
-    try:
-        return _value(tree) == target and (stated is None or _value(stated) == target)
-    except (ZeroDivisionError, RecursionError):
-        return False
+def _value(text: str, used: "Counter[int]") -> Fraction:
+    """The value of integers joined by + - * / and brackets, which are counted in ``used``; a ValueError for others."""
 
+    def value(node: ast.AST) -> Fraction:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            used[node.value] += 1
+            return Fraction(node.value)
+        if not isinstance(node, ast.UnaryOp | ast.BinOp) or type(node.op) not in _OPERATIONS:
+            raise ValueError(f"expected arithmetic, got {type(node).__name__}")
+        values = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+        return _OPERATIONS[type(node.op)](*map(value, values))
 
-def _tree(text: str) -> ast.expr | None:
-    """``text`` as integers joined by + - * / and brackets; None if it is something else."""
     if not _EXPRESSION.fullmatch(text):
-        return None
-    try:
-        tree = ast.parse(" ".join(text.split()), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    return tree if all(isinstance(node, _KINDS) for node in ast.walk(tree)) else None
-
-
-def _value(node: ast.AST) -> Fraction:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp):
-        value = _value(node.operand)
-        return -value if isinstance(node.op, ast.USub) else value
-    if not isinstance(node, ast.BinOp):
-        raise TypeError(f"expected arithmetic, got {type(node).__name__}")
-    left, right = _value(node.left), _value(node.right)
-    return _OPERATIONS[type(node.op)](left, right)
+        raise ValueError("expected integers and + - * / ( )")
+    return value(ast.parse(" ".join(text.split()), mode="eval").body)

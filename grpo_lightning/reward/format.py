@@ -1,7 +1,4 @@
-"""Rewards for the form of a completion: [B] scores in [0, 1] for [B] texts.
-
-Odd text of the model scores 0.
-"""
+"""Rewards for the form of a completion: [B] scores in [0, 1] for [B] texts. Odd text of the model scores 0."""
 
 import json
 import logging
@@ -12,7 +9,7 @@ from typing import Any
 
 import regex
 
-from grpo_lightning.reward.text import answer_text
+from grpo_lightning.reward.accuracy import answer_text
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ def reasoning_steps(completions: Sequence[str], *, target: int, **_: Any) -> lis
 
 def keyword(completions: Sequence[str], *, words: Sequence[str], **_: Any) -> list[float | None]:
     """The fraction of the words that the completion contains; case is ignored, and a part of a longer word counts."""
-    if isinstance(words, str):
+    if isinstance(words, str) or not words:
         raise ValueError(f"words: expected a list of texts, got {words!r:.80}")
     folded = [word.casefold() for word in words]
     texts = [completion.casefold() for completion in completions]
@@ -73,18 +70,18 @@ def pattern(completions: Sequence[str], *, expression: str, seconds: float, **_:
     once.
     """
     compiled = regex.compile(expression)
-    return [float(_is_found(compiled, completion, seconds)) for completion in completions]
 
+    def is_found(text: str) -> bool:
+        try:
+            return compiled.search(text, timeout=seconds) is not None
+        except TimeoutError:
+            if expression not in _warned:
+                _warned.add(expression)
+                message = "pattern %.80r: a search took more than %s s, which scores 0 (logged once)"
+                log.warning(message, expression, seconds)
+            return False
 
-def _is_found(compiled: "regex.Pattern[str]", text: str, seconds: float) -> bool:
-    try:
-        return compiled.search(text, timeout=seconds) is not None
-    except TimeoutError:
-        if compiled.pattern not in _warned:
-            _warned.add(compiled.pattern)
-            message = "pattern %.80r: a search took more than %s s, which scores 0 (logged once)"
-            log.warning(message, compiled.pattern, seconds)
-        return False
+    return [float(is_found(completion)) for completion in completions]
 
 
 def json_schema(completions: Sequence[str], *, schema: Mapping[str, Any] | str, **_: Any) -> list[float | None]:
@@ -105,20 +102,15 @@ def json_schema(completions: Sequence[str], *, schema: Mapping[str, Any] | str, 
     kind = validator_for(loaded, default=Draft202012Validator)
     kind.check_schema(loaded)
     validator = kind(loaded, registry=Registry())
-    return [float(_is_valid(validator, answer_text(completion))) for completion in completions]
 
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
 
-def _is_valid(validator: Any, text: str) -> bool:
-    if len(text) > _MAX_JSON:
-        return False
-    if text.startswith("```") and text.endswith("```"):
-        language, newline, rest = text[3:-3].partition("\n")
-        text = rest if newline and language.strip().lower() in ("json", "") else text[3:-3]
-    try:
-        return bool(validator.is_valid(json.loads(text, parse_constant=_refuse)))
-    except (ValueError, ArithmeticError, RecursionError):
-        return False
+    def is_valid(text: str) -> bool:
+        text = re.sub(r"\A```(?:json)?\s*?\n?|```\Z", "", text[: _MAX_JSON + 1])
+        try:
+            return len(text) <= _MAX_JSON and bool(validator.is_valid(json.loads(text, parse_constant=refuse)))
+        except (ValueError, ArithmeticError, RecursionError):
+            return False
 
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    return [float(is_valid(answer_text(completion))) for completion in completions]

@@ -1,4 +1,4 @@
-"""Rewards of a completion's length and of the variety of its words: [B] scores for [B] texts or token ids."""
+"""Rewards for a completion's length and the variety of its words: [B] scores for [B] texts or token ids."""
 
 import math
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ def length(completions: Sequence[str], *, target: int, **_: Any) -> list[float |
 
     With n characters:  min(1, max(0, 2 − n / target)).
     """
+    _check(target > 0, f"target={target}: expected a number > 0")
     return [min(1.0, max(0.0, 2 - len(completion) / target)) for completion in completions]
 
 
@@ -43,6 +44,7 @@ def soft_overlong(
         buffer: The fraction of ``max_length`` over which the reward falls, in (0, 1].
         episode_tokens: [B] tokens of all turns and replies of each episode, which count in place of the completion's.
     """
+    _check(0 < buffer <= 1 and max_length > 0, f"buffer={buffer}, max_length={max_length}: expected (0, 1] and >= 1")
     tokens = buffer * max_length
     lengths = [len(ids) for ids in completion_ids] if episode_tokens is None else episode_tokens
     return [min(0.0, max(-1.0, (max_length - tokens - length) / tokens)) for length in lengths]
@@ -55,6 +57,7 @@ def repetition(completions: Sequence[str], *, n: int, max_penalty: float, **_: A
 
     Open R1's repetition penalty, github.com/huggingface/open-r1, src/open_r1/rewards.py; arXiv:2502.03373, appendix.
     """
+    _check(n >= 1 and max_penalty <= 0, f"n={n}, max_penalty={max_penalty}: expected n >= 1 and a penalty <= 0")
 
     def repeated(words: Sequence[str]) -> float:
         total = len(words) - n + 1
@@ -95,6 +98,7 @@ def cosine_length(
     Returns:
         [B] between start and end; None where ``outcome`` is None.
     """
+    _check(max_length > 0, f"max_length={max_length}: expected an integer >= 1")
     passed = arguments(outcome, {"completions": completions, "completion_ids": completion_ids, **columns})[1]
     scores = [scalar(score) for score in outcome(**passed)]
     lengths = [len(ids) for ids in completion_ids] if episode_tokens is None else episode_tokens
@@ -106,3 +110,8 @@ def cosine_length(
         None if score is None else on_cosine(length, *(right if score >= 1 else wrong))
         for score, length in zip(scores, lengths, strict=True)
     ]
+
+
+def _check(is_valid: bool, problem: str) -> None:
+    if not is_valid:
+        raise ValueError(problem)

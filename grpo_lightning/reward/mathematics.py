@@ -1,16 +1,15 @@
 r"""A reward for answers that are equal as mathematics. Odd text of the model scores 0; a broken right answer raises.
 
 The package math-verify reads LaTeX without `eval`, but to learn the value of a sum sympy writes Python with the names
-that stand in it, and runs that: formulas with a sum, or with a name that is a call, are never compared. Work grows fast
-with the numbers in a formula and its nesting: what exceeds the bounds below is not read. What still takes long has to
-run in a worker process (``timeout`` of the reward): math-verify's alarms, which need the main thread, are off.
+that stand in it, and runs that: formulas with a sum, or with a name that is a call, are never compared. What takes long
+has to run in a worker process (``timeout`` of the reward): math-verify's alarms, which need the main thread, are off.
 """
 
 import logging
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 from latex2sympy2_extended.math_normalization import normalize_latex
@@ -18,8 +17,8 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, Limit, MatrixBase, preorder_traversal
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
-from grpo_lightning.reward.accuracy import last_number
-from grpo_lightning.reward.text import answer_text
+from grpo_lightning.reward.accuracy import answer_text, last_number, normalized, numbers_in, right_text
+from grpo_lightning.reward.spec import score_rows
 
 log = logging.getLogger(__name__)
 for _name in ("math_verify", "latex2sympy2_extended"):  # they warn that the alarms are off
@@ -28,20 +27,13 @@ for _name in ("math_verify", "latex2sympy2_extended"):  # they warn that the ala
 _NORMALIZATION = LatexExtractionConfig().normalization_config
 """What math-verify changes in a formula before it reads it."""
 _MAX_CHARACTERS = 300  # of a formula
-_MAX_DIGITS = 50  # of one number
-_MAX_POWER = 1_000  # also of a product of nested powers
-_MAX_FACTORIAL = 200  # and number of a binomial
-_MAX_DEPTH = 8  # brackets within brackets; at 20 the parser takes seconds
-_MAX_FORMULAS = 6  # $…$ in one answer, joined by "and"
-_MAX_COUNTS = (  # of what sympy needs exponentially long for
-    (re.compile(r"[(\[]"), 30),
-    (re.compile(r"\||\\[lr]?[vV]ert|\\mid"), 8),
-    (re.compile(r"/|:|\\div"), 10),
-    (re.compile(r"_"), 8),
-    (re.compile(r"!"), 20),
-    (re.compile(r"\\(?:(?:ar|arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|lg|log|[lr]?(?:floor|ceil))"), 6),
-    (re.compile(r"\\[A-Za-z]{20}"), 0),  # no command, so a product of letters
-    (re.compile(r"\\(?:i*int|oint|sum|prod|lim)"), 0),  # sympy would carry them out; it reads them from \intx, too
+_MAX_POWER = 1_000
+_MAX_FACTORIAL = 200
+_POWER = re.compile(r"(?:\^|\*\*)[\s{(+-]*([0-9]+)")
+_REFUSED = re.compile(
+    r"[0-9]{51}"
+    r"|(?:\^|\*\*)[\s{(+-]*[0-9]+[\s)}]*(?:\^|\*\*|!)|[!)}\]]\s*!"  # powers of powers, factorials of factorials
+    r"|\\(?:i*int|oint|sum|prod|lim)"  # sympy would carry them out; it reads them from \intx, too
 )
 _BOXED = "\\boxed{"
 _BETWEEN = re.compile(r"\$|\\[()\[\]]")
@@ -54,16 +46,14 @@ _LATEX = str.maketrans(dict(zip(_SYMBOLS, _COMMANDS, strict=True)))
 _OTHER = re.compile(rf"[^ -~\n\t{_SYMBOLS}]")
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|inf)(?![A-Za-z]))[A-Za-z]{3,}")
 _GROUPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|begin|end|operatorname|mathbb|mbox)\s?\{([^{}]*)\}")
-_DIGITS = re.compile(r"[0-9]+")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\\])([0-9.]+)[eE]([-+]?[0-9]+)")
-_GROUP = r"\{[^{}]*\}"
-for _ in range(3):
-    _GROUP = rf"\{{(?:[^{{}}]|{_GROUP})*\}}"
-_POWER = re.compile(rf"(?:\*\*|\^)[ \n\t+-]*({_GROUP}|\((?:[^()]|\([^()]*\))*\)|[0-9]+|.?)", re.DOTALL)
-"""A power with its exponent: a group, digits, or one character."""
-_POWER_OF_NUMBER = re.compile(r"[0-9)}\]]\s*(?:\^|\*\*)")
 _ROUND_EXPONENT = re.compile(r"\^\s?(?:\(([^()]*)\)|(-?[0-9]+))")
 _NAMES = re.compile(r"(?<![\\A-Za-z])(pi|sqrt|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
+_BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w*])")
+_MONEY = re.compile(r"(?:US|CA|AU)?\$(?=\s?[0-9.])")
+_ABOUT = re.compile(r"\u2248|\\approx(?![A-Za-z])")
+_JOINED = re.compile(r",?\s+(?:and|or)\s+")
+_DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}", re.ASCII)
 
 _is_warned = False
 
@@ -71,37 +61,39 @@ _is_warned = False
 def math(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
     r"""1.0 if the answer text is the right answer as mathematics, by the package math-verify, else 0.0.
 
-    What counts is the answer text's last \boxed{…}, else its $…$ (several, joined by "and", are a set), else the
-    whole, and of a sentence without a formula the last number. A percent sign at the end is ignored, so 50% is 50.
-    What exceeds the module's bounds, and sums, integrals and limits, are right only to the letter.
+    What counts is the answer text's last \boxed{…}, else what follows the last ####, else its $…$ (several, joined by
+    "and", are a set), else the whole, and of a sentence without a formula the last number. Of a right answer that is a
+    sentence with several numbers, or a date, all counts: it is compared as text. Signs of currency, markdown's bold
+    and a percent sign at the end are ignored, so 50% is 50, and of "x ≈ 3.1" the last part counts.
+    What is too long or has too large powers, and sums, integrals and limits, are right only to the letter.
 
-    Of the right answer "… #### 72" what follows the last #### counts. Where a right answer cannot be parsed, the score
-    is None: the first one is logged.
+    Where a right answer cannot be parsed, the score is None: the first one is logged.
     """
-    return [_score(answer_text(text), _right_answer(right)) for text, right in zip(completions, answer, strict=True)]
+    return score_rows(lambda text, right: _score(answer_text(text), _right_answer(right)), completions, answer)
 
 
-def read_formula(text: str) -> str | None:
-    """The formula in ``text``, see `math`, as LaTeX in dollars: "" for none, None if it could take long to parse."""
+def read_formula(text: str, *, is_right: bool = False) -> str | None:
+    """The formula in ``text``, see `math`, as LaTeX in dollars: "" for none, None if it is compared as text only."""
     inner = _without_marks(text)
-    if len(inner) > _MAX_CHARACTERS:
+    if len(inner) > _MAX_CHARACTERS or (is_right and _DATE.fullmatch(inner)):
         return None
     other = _OTHER.findall(inner)
     if any(character.isalpha() for character in other):
         inner = _OTHER.sub(" word ", inner)
     elif other:
         return ""
-    if inner.count("$") == 1:  # of money
-        inner = inner.replace("\\$", "").replace("$", "")
     inner = inner.rstrip(" .").removesuffix("%").removesuffix("\\").rstrip()
     if any(mark in inner for mark in ("$", "\\(", "\\[", _BOXED)):  # several formulas, or one in a sentence
-        is_simple = inner.count("$") + 2 * (inner.count("\\[") + inner.count("\\(")) <= 2 * _MAX_FORMULAS
-        formula = inner if is_simple and _BOXED not in inner else ""
-    elif _WORD.search(_GROUPED.sub("", inner)):
-        number = last_number(inner)
-        formula = "" if number is None else f"${number}$"
+        formula = "" if _BOXED in inner else inner
     else:
-        formula = f"${inner if chr(92) in inner else _latex(inner)}$" if inner else ""
+        inner = _JOINED.sub(", ", inner)
+        if _WORD.search(_GROUPED.sub("", inner)):
+            if is_right and len(numbers_in(inner)) > 1:
+                return None
+            number = last_number(inner)
+            formula = "" if number is None else f"${number}$"
+        else:
+            formula = f"${inner if chr(92) in inner else _latex(inner)}$" if inner else ""
     formula = formula.translate(_LATEX)
     # As math-verify reads each of them: without quotes and the like, which could part a command.
     as_read = [normalize_latex(part, _NORMALIZATION) for part in _BETWEEN.split(formula)]
@@ -109,15 +101,16 @@ def read_formula(text: str) -> str | None:
 
 
 def _right_answer(answer: Any) -> str:
-    text = str(answer).rpartition("####")[2].strip() if isinstance(answer, str | int | float) else ""
-    if not text or isinstance(answer, bool):
+    text = right_text(answer)
+    if not text.rpartition("####")[2].strip():
         raise ValueError(f"answer: expected text or a number, got {answer!r:.80}")
     return text
 
 
 def _score(given: str, right: str) -> float | None:
     global _is_warned
-    expected = read_formula(right)
+    given, right = _without_layout(given), _without_layout(right)
+    expected = read_formula(right, is_right=True)
     if expected is not None and not _parsed(expected):
         if not _is_warned:
             _is_warned = True
@@ -129,6 +122,20 @@ def _score(given: str, right: str) -> float | None:
     if formula is None or expected is None or not _is_worked_out(expected):  # compared as text only
         return 0.0
     return float(formula == expected or _are_equal(expected, formula))
+
+
+def _without_layout(text: str) -> str:
+    """``text`` without markdown's bold, signs of currency and spaces of other kinds; what follows the last ####."""
+    text = (text.rpartition("####")[2].strip() or text) if _BOXED not in text else text
+    text = _BOLD.sub(r"\1", text).replace("\\$", "")
+    parts = text.split("$")
+    if len(parts) % 2 == 0 or any(_WORD.search(_GROUPED.sub("", part)) for part in parts[1::2]):  # of money
+        text = _MONEY.sub("", text)
+    text = _ABOUT.split(text)[-1]
+    kinds = ("Sc", "So", "Zs", "Cf")  # currency, pictures, spaces, no width
+    return "".join(
+        c if c.isascii() or c in _SYMBOLS or unicodedata.category(c) not in kinds else " " for c in text
+    ).strip()
 
 
 @lru_cache(maxsize=10_000)
@@ -167,7 +174,7 @@ def _plain(text: str) -> str:
     r"""``text`` without its box, its dollars and a \text{…} around all of it."""
     inner = _without_marks(text)
     grouped = _GROUPED.fullmatch(inner)
-    return grouped[1].strip() if grouped else inner
+    return normalized(grouped[1] if grouped else inner)
 
 
 def _without_marks(text: str) -> str:
@@ -194,34 +201,6 @@ def _latex(text: str) -> str:
 
 
 def _is_bounded(formula: str) -> bool:
-    if any(len(digits) > _MAX_DIGITS for digits in _DIGITS.findall(formula)):
+    if _REFUSED.search(formula) or any(int(power) > _MAX_POWER for power in _POWER.findall(formula)):
         return False
-    if any(len(sign.findall(formula)) > most for sign, most in _MAX_COUNTS):
-        return False
-    depth = 0
-    for character in formula:
-        depth += (character in "([{") - (character in ")]}")
-        if depth > _MAX_DEPTH:
-            return False
-    factorials = re.findall(r"([0-9]+)\s*!", formula)
-    if "\\binom" in formula or "\\choose" in formula:
-        factorials += _DIGITS.findall(formula)
-    if re.search(r"[!)}\]]\s*!", formula) or any(int(number) > _MAX_FACTORIAL for number in factorials):
-        return False
-    return _nested_power(formula) <= _MAX_POWER
-
-
-def _nested_power(formula: str) -> int:
-    """A bound of the powers: the largest exponent times those of brackets; for towers more than what is allowed."""
-    largest = nested = 1
-    for power in _POWER.finditer(formula):
-        exponent, rest = power[1], formula[power.end() :].lstrip()
-        is_tower = rest.startswith(("^", "**")) or _POWER_OF_NUMBER.search(exponent)
-        if is_tower or "!" in exponent or exponent in ("{", "("):
-            return _MAX_POWER + 1
-        size = prod(max(int(digits), 1) for digits in _DIGITS.findall(exponent))
-        if formula[: power.start()].rstrip().endswith((")", "}", "]", "!")):
-            nested *= size
-        else:
-            largest = max(largest, size)
-    return largest * nested
+    return all(int(number) <= _MAX_FACTORIAL for number in re.findall(r"([0-9]+)\s*!", formula))

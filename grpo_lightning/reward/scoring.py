@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from grpo_lightning.distributed import signals
-from grpo_lightning.reward import coroutines, workers
 from grpo_lightning.reward.spec import (
     ARGUMENTS,
+    Failure,
     RewardError,
     RewardSpec,
     Score,
     arguments,
     describe_error,
     is_coroutine_function,
-    scalar,
     to_plain,
 )
 
@@ -74,12 +73,15 @@ class Scoring:
         check_columns(rewards, columns)
         self._rewards, self._poll = rewards, poll
         self._inputs = {"prompts": prompts, **columns}
-        self._calls = {
-            name: coroutines.Calls(name, spec) for name, spec in rewards.items() if is_coroutine_function(spec.function)
+        coroutines = {name for name, spec in rewards.items() if is_coroutine_function(spec.function)}
+        self._pending: dict[str, dict[int, Any]] = {
+            name: {} for name, spec in rewards.items() if spec.timeout or name in coroutines
         }
-        self._pending: dict[str, dict[int, workers.Pending | coroutines.Pending]] = {
-            name: {} for name, spec in rewards.items() if spec.timeout or name in self._calls
-        }
+        if self._pending:
+            from grpo_lightning.reward import workers
+
+            self._workers = workers
+            self._coroutines = {name: workers.Coroutines(name, rewards[name]) for name in coroutines}
 
     @property
     def may_begin(self) -> bool:
@@ -122,7 +124,7 @@ class Scoring:
                 else:
                     scores[name] = _checked(name, _call(name, spec, inputs), completions)
         finally:
-            for calls in self._calls.values():
+            for calls in self._coroutines.values() if self._pending else ():
                 calls.cancel()
         return Scores(scores, failed)
 
@@ -131,18 +133,18 @@ class Scoring:
         inputs = {key: [values[row]] for key, values in self._inputs.items()}
         call = _arguments(spec, inputs | {key: [value] for key, value in sampled.items()})
         self._pending[name][row] = (
-            self._calls[name].submit(call)
-            if name in self._calls
-            else workers.submit(spec.function, call, seconds=spec.timeout or 0.0)
+            self._coroutines[name].submit(call)
+            if name in self._coroutines
+            else self._workers.submit(spec.function, call, seconds=spec.timeout or 0.0)
         )
 
     def _collect(self, name: str, spec: RewardSpec, completions: Sequence[str]) -> tuple[list[Score], float]:
         """Wait for a reward's calls: [B] scores, and the fraction of the completions on which it failed."""
         values: list[Any] = []
-        failures: dict[int, workers.Failure] = {}
+        failures: dict[int, Failure] = {}
         for row in range(len(completions)):
             value = self._pending[name][row].result(self._poll)
-            if isinstance(value, workers.Failure):
+            if isinstance(value, Failure):
                 failures[row], value = value, [None]
             values += _listed(name, value, 1)
             if len(failures) > spec.max_failed * len(completions):  # the others might take their time, too
@@ -157,26 +159,26 @@ class Scoring:
         return filled, len(failures) / max(len(completions), 1)
 
 
-def score(
-    rewards: Mapping[str, RewardSpec],
-    prompts: "Sequence[Prompt]",
-    completions: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
-    completion_ids: Sequence[Sequence[int]] | None = None,
-) -> dict[str, list[float | None]]:
-    """Score completions, as `Scoring` does: name -> [B] numbers, of steps their mean, or None."""
-    scores = Scoring(rewards, prompts, columns).finish(completions, completion_ids)
-    return {name: [scalar(value) for value in values] for name, values in scores.values.items()}
-
-
 def _call(name: str, spec: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> Any:
     """Call a reward in this process."""
-    try:  # a generator raises only when it is read, as plain values
-        scores = to_plain(spec.function(**_arguments(spec, inputs)))
+
+    def call(rows: Mapping[str, Sequence[Any]]) -> Any:
+        return to_plain(spec.function(**_arguments(spec, rows)))  # a generator raises only when it is read
+
+    try:
+        scores = call(inputs)
     except (Exception, SystemExit) as error:
+        what = describe_error(error)
+        for row in range(len(inputs["completions"])):  # the first that raises the same by itself
+            try:
+                call({key: [values[row]] for key, values in inputs.items()})
+            except (Exception, SystemExit) as own:
+                if describe_error(own) == what:
+                    what = f"{what} on row {row}, completion {_beginning(inputs['completions'][row])}"
+                    break
         raise RewardError(
-            f"reward {name!r} raised {describe_error(error)}. (With reward.{name}.timeout=SECONDS it runs in "
-            f"worker processes, where a fraction of reward.{name}.max_failed may fail.)"
+            f"reward {name!r} raised {what}. (With reward.{name}.timeout=SECONDS it runs in worker processes, "
+            f"where a fraction of reward.{name}.max_failed may fail.)"
         ) from error
     signals.current().check()  # a signal may have come while the reward took long
     return scores
@@ -208,43 +210,31 @@ def _listed(name: str, result: Any, size: int) -> list[Any]:
 def _checked(name: str, result: Any, completions: Sequence[str]) -> list[Score]:
     """What a reward returned as plain floats, steps and Nones, one per completion."""
     scores: list[Score] = []
-    values = _listed(name, result, len(completions))
-    for row, (value, text) in enumerate(zip(values, completions, strict=True)):
-        score: Score = None
-        if isinstance(value, list | tuple):
-            score = _steps(value, len(text))
-        elif value is not None:
-            score = _number(value)
-        if isinstance(score, float) and not math.isfinite(score):
+    for row, (value, text) in enumerate(zip(_listed(name, result, len(completions)), completions, strict=True)):
+        try:
+            if value is not None:
+                value = _steps(value, len(text)) if isinstance(value, list | tuple) else _number(value)
+            scores.append(value)
+        except (TypeError, ValueError, OverflowError):
             raise RewardError(
                 f"reward {name!r}: expected a finite number, (end, score) pairs with ends from 1 to {len(text)}, or "
                 f"None, got {value!r:.80} for row {row}, completion {_beginning(text)}"
-            )
-        scores.append(score)
+            ) from None
     return scores
 
 
 def _steps(pairs: Sequence[Any], length: int) -> Score:
-    """(end, score) tuples in the order of their ends; NaN if they are none."""
-    steps: list[tuple[int, float]] = []
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            return math.nan
-        end, value = _number(pair[0]), _number(pair[1])
-        if not (end.is_integer() and 1 <= end <= length and math.isfinite(value)):
-            return math.nan
-        steps.append((int(end), value))
-    return tuple(sorted(steps))
+    """(end, score) tuples in the order of their ends."""
+    steps = [(_number(end), _number(value)) for end, value in pairs]
+    if not all(end.is_integer() and 1 <= end <= length for end, _ in steps):
+        raise ValueError
+    return tuple(sorted((int(end), value) for end, value in steps))
 
 
 def _number(value: Any) -> float:
-    """``value`` as a float; NaN if it is no number."""
-    if isinstance(value, str) or not isinstance(value, SupportsFloat):
-        return math.nan
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
+    if isinstance(value, str) or not isinstance(value, SupportsFloat) or not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
 
 
 def _beginning(text: str) -> str:

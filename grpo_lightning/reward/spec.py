@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from grpo_lightning.config.rules import REWARD, problems
@@ -30,6 +31,19 @@ class RewardError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(single_line(message))
+
+
+class PermanentError(Exception):
+    """A call of a coroutine has failed, and is not made again: every other try would fail, too."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a call in a worker process, or of a coroutine, gives instead of a value."""
+
+    kind: str
+    """What happened: timeout, exception or crash; of environments also reply, which the policy cannot read."""
+    message: str
 
 
 @dataclass(frozen=True)
@@ -135,6 +149,18 @@ def innermost(function: Any) -> Any:
     while isinstance(function, partial | PerCompletion):
         function = function.func if isinstance(function, partial) else function.function
     return function
+
+
+def score_rows(score: Callable[..., Any], completions: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:
+    """``score(completion, *values)`` of each row; None where a value is missing: None, or NaN as pandas writes it."""
+
+    def is_missing(value: Any) -> bool:
+        return value is None or (isinstance(value, Real) and value != value)
+
+    return [
+        None if any(map(is_missing, values)) else score(completion, *values)
+        for completion, *values in zip(completions, *columns, strict=True)
+    ]
 
 
 def scalar(value: Score) -> float | None:

@@ -1,51 +1,63 @@
-"""Worker processes for functions that could hang, crash or eat the memory on odd text.
+"""Calls beside the trainer: in worker processes that are ended after a time, and coroutines on a thread.
 
-One pool for all rewards and environments of a process, started at first use and forked from a fresh server, without the
+One pool of processes for all rewards and environments, started at first use and forked from a fresh server, without the
 trainer's threads and GPU. A call's time limit is an alarm of the kernel: it ends C code that never returns to Python,
 even when the trainer is gone. A script that calls this needs ``if __name__ == "__main__":``.
 """
 
+import asyncio
 import atexit
 import contextlib
 import functools
+import logging
 import multiprocessing
 import os
 import pickle
+import random
 import signal
-from collections.abc import Callable, Mapping
-from concurrent.futures import wait
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from grpo_lightning.console import single_line
-from grpo_lightning.reward.spec import describe_error, innermost, to_plain
+from grpo_lightning.console import redact, single_line
+from grpo_lightning.reward.spec import (
+    Failure,
+    PermanentError,
+    RewardError,
+    RewardSpec,
+    describe_error,
+    innermost,
+    to_plain,
+)
+
+log = logging.getLogger(__name__)
 
 MAX_WORKERS = 8
-POLL_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 """Between two calls of ``poll`` while a result is waited for."""
 _MAX_MEMORY = 4 * 2**30  # bytes that one worker may allocate
 _MAX_STARTS = 3  # of workers for the same call
 _SPARE_SECONDS = 60.0  # to import a function; also, how late a call is ended that switches its alarm off
+_FIRST_WAIT, _MAX_WAIT = 0.5, 30.0  # s before the second try of a coroutine, and before any
+_CLOSE_SECONDS = 2.0  # that cancelled coroutines have to end
 _TRAINER_SIGNALS = [
     number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ]
 _IS_POSIX = os.name == "posix"  # Windows has no alarms: there pebble ends calls, later
 
 _pool: ProcessPool | None = None
+_loop: asyncio.AbstractEventLoop | None = None
 _is_forked = False
 _unpickled = functools.lru_cache(maxsize=16)(pickle.loads)
+_warned: set[str] = set()
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What a call gives instead of a value."""
-
-    kind: str
-    """What happened: timeout, exception or crash; of environments also reply, which the policy cannot read."""
-    message: str
+# --- worker processes
 
 
 class Pending:
@@ -61,7 +73,7 @@ class Pending:
         A ValueError says that a worker cannot import the function, a RuntimeError that workers cannot be started.
         """
         for _ in range(_MAX_STARTS):
-            while not wait([self._future], timeout=POLL_SECONDS).done and self._pool.active:
+            while not wait([self._future], timeout=_POLL_SECONDS).done and self._pool.active:
                 if poll is not None:
                     poll()
             if self._future.done() and not isinstance(self._future.exception(), BrokenProcessPool):
@@ -79,7 +91,7 @@ class Pending:
         except (RuntimeError, OSError, AssertionError) as error:
             self._future = ProcessFuture()
             self._future.set_exception(BrokenProcessPool(str(error)))
-            close()
+            close_pool()
 
     def _outcome(self) -> Any:
         late = Failure("timeout", f"took longer than {self._task[2]:g} s")
@@ -120,7 +132,7 @@ def submit(function: Callable[..., Any], arguments: Mapping[str, Any], *, second
     return Pending(function, task)
 
 
-def close() -> None:
+def close_pool() -> None:
     """End the workers; the next use, or waiting for a call that was not finished, starts others."""
     global _pool
     pool, _pool = _pool, None
@@ -135,7 +147,7 @@ def close() -> None:
 def _running_pool(function: Callable[..., Any]) -> ProcessPool:
     global _pool
     if _pool is not None and not _pool.active:
-        close()
+        close_pool()
     if _pool is None:
         has_server = _IS_POSIX and not _is_forked
         if has_server:
@@ -207,12 +219,127 @@ def _not_importable(function: Callable[..., Any], reason: str) -> ValueError:
     return ValueError(f"{name} cannot run in a worker process: {reason}; use a function of an importable module")
 
 
-def _forget() -> None:
-    # A forked child has neither the pool's threads nor the server as a child of its own.
-    global _pool, _is_forked
-    _pool, _is_forked = None, True
+# --- coroutines
 
 
-atexit.register(close)
+class PendingCoroutine:
+    """A call of a coroutine function; see `Coroutines.submit`."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self.future = future
+
+    def result(self, poll: Callable[[], None] | None = None) -> Any:
+        """Wait for the call; returns its value or a `Failure`, or raises the function's RewardError."""
+        while not wait([self.future], timeout=_POLL_SECONDS).done:
+            if poll is not None:
+                poll()
+        return Failure("exception", "CancelledError") if self.future.cancelled() else self.future.result()
+
+
+class Coroutines:
+    """The calls of one reward that is a coroutine function, at most ``concurrency`` at a time.
+
+    A call that waits for its next try does not count.
+    """
+
+    def __init__(self, name: str, spec: RewardSpec) -> None:
+        self._name, self._spec, self._slots = name, spec, asyncio.Semaphore(spec.concurrency)
+        self._pending: list[PendingCoroutine] = []
+
+    def submit(self, arguments: Mapping[str, Any]) -> PendingCoroutine:
+        """Start ``function(**arguments)``."""
+        call = PendingCoroutine(asyncio.run_coroutine_threadsafe(self._call(arguments), _running_loop()))
+        self._pending.append(call)
+        return call
+
+    def cancel(self) -> None:
+        """Cancel the calls that still run."""
+        for call in self._pending:
+            call.future.cancel()
+
+    async def _call(self, arguments: Mapping[str, Any]) -> Any:
+        """A call with its retries: the value, or a `Failure`."""
+        for tried in count(1):
+            try:
+                async with self._slots:
+                    # Not `asyncio.timeout`, which would wait for a call that swallows its cancellation.
+                    task = asyncio.ensure_future(_awaited(self._spec.function, arguments))
+                    try:
+                        done, _ = await asyncio.wait({task}, timeout=self._spec.timeout)
+                    finally:
+                        task.cancel()
+                    if done:
+                        return task.result()
+                failure = Failure("timeout", f"took longer than {self._spec.timeout} s")
+            except RewardError as error:
+                raise RewardError(f"reward {self._name!r}: {error}") from error
+            except PermanentError as error:
+                return Failure("exception", str(error))
+            except Exception as error:
+                failure = Failure("exception", describe_error(error))
+            if tried > self._spec.retries:
+                return failure
+            # 0.5, 1, 2, … up to 30 s, less up to half of it, drawn from the text of the call.
+            jitter = random.Random(f"{tried} {arguments.get('completions')}").uniform(0.5, 1.0)
+            seconds = min(_MAX_WAIT, _FIRST_WAIT * 2.0 ** (tried - 1)) * jitter
+            if self._name not in _warned:
+                _warned.add(self._name)
+                message = "reward %r: %s; tried again in %.1f s (logged once)"
+                log.warning(message, self._name, redact(failure.message), seconds)
+            await asyncio.sleep(seconds)
+        return None
+
+
+def close_loop() -> None:
+    """Cancel the coroutines that run and end their thread; the next use starts another."""
+    global _loop
+    loop, _loop = _loop, None
+    if loop is None:
+        return
+
+    async def finish() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+
+    with contextlib.suppress(TimeoutError):  # of a call that never awaits
+        asyncio.run_coroutine_threadsafe(finish(), loop).result(3 * _CLOSE_SECONDS)
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    global _loop
+    if _loop is None:
+        _loop = asyncio.new_event_loop()
+        threading.Thread(target=_run_loop, args=[_loop], name="rewards", daemon=True).start()
+    return _loop
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+async def _awaited(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        value = function(**arguments)
+        if isinstance(value, Awaitable):
+            value = await value
+        if isinstance(value, list | tuple):  # of a PerCompletion
+            value = [await item if isinstance(item, Awaitable) else item for item in value]
+        return to_plain(value)
+    except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop
+        raise RuntimeError(describe_error(error)) from error
+
+
+def _forget() -> None:  # a forked child has neither the pool's threads, nor the server as its child, nor the loop
+    global _pool, _loop, _is_forked
+    _pool, _loop, _is_forked = None, None, True
+
+
+atexit.register(close_pool)
+atexit.register(close_loop)
 if _IS_POSIX:
     os.register_at_fork(after_in_child=_forget)

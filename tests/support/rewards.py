@@ -3,6 +3,14 @@
 import os
 import sys
 
+from grpo_lightning.reward import Scoring, scalar
+
+
+def score(rewards, prompts, completions, columns, completion_ids=None):
+    """Name -> [B] what the rewards give to completions: numbers, of steps their mean, or None."""
+    values = Scoring(rewards, prompts, columns).finish(completions, completion_ids).values
+    return {name: [scalar(value) for value in scores] for name, scores in values.items()}
+
 
 def vowels(completions, **kwargs):
     """TRL's signature: varies with any text."""

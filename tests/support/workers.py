@@ -9,8 +9,8 @@ from grpo_lightning.reward import workers
 @contextmanager
 def limited(number: int) -> Iterator[None]:
     """Inside, rewards have at most so many workers, started anew."""
-    workers.close()
+    workers.close_pool()
     before, workers.MAX_WORKERS = workers.MAX_WORKERS, number
     yield
-    workers.close()
+    workers.close_pool()
     workers.MAX_WORKERS = before
