@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_lightning.config.settings import format_override
 from grpo_lightning.console import print_line, redact, redact_overrides, single_line, write_atomic, write_summary
-from grpo_lightning.report.runs import SWEEP_FILE, ReportError, RunRecord, find_runs, read_run
+from grpo_lightning.report import SWEEP_FILE, RunRecord, find_runs, read_run
 from grpo_lightning.report.table import sweep_table
 
 _MAY_CHANGE = ("steps=", "checkpoint=", "tags=", "task_name=")
@@ -135,7 +135,7 @@ def print_table(status: int) -> int:
         runs = find_runs(directory)
         failed = any(run.status == "failed" for run in runs)
         print(sweep_table(runs, metric), end="")
-    except ReportError as error:
+    except ValueError as error:
         print_line(str(error))
     print_line(f"this table again: python -m grpo_lightning.report {shlex.quote(str(directory))}")
     if status or failed:

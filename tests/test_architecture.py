@@ -43,7 +43,7 @@ USED_BY = {
     "reasoning_gym": {"data", "reward"},
     "referencing": {"reward"},
     "regex": {"reward"},
-    "rich": {"callbacks", "report"},
+    "rich": {"callbacks"},
     "sqlalchemy": {"logger"},  # comes with mlflow
     "sympy": {"reward"},
     "tensorboard": {"report", "callbacks"},

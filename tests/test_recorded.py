@@ -10,7 +10,7 @@ from lightning import Callback
 
 import grpo_lightning as grpo
 from grpo_lightning import recording
-from grpo_lightning.replay.__main__ import main, replay
+from grpo_lightning.replay import main, replay, replay_table
 from tests.support.processes import finish, start
 from tests.support.running import SMALL
 
@@ -34,7 +34,7 @@ SETTINGS = {
     ),
     "a correction": ("correction=token_truncation", "correction.cap=1.0"),
 }
-EQUAL = "values without a mark equal those logged, up to rounding"
+EQUAL = r"(\d+) of \1 values without ~ equal those logged, up to rounding$"
 
 
 def trained(place, *overrides):
@@ -76,8 +76,8 @@ def test_so_it_is_with_other_settings_and_what_was_logged_is_replayed(name, tmp_
     files = recording.recorded_steps(tmp_path / "one" / "rollouts")
     fresh = all(recording.read_header(path)["fresh"] for path in files.values())
     assert fresh == (name != "groups carried over")
-    text = replay(tmp_path / "one", [])
-    assert text.endswith(EQUAL)
+    text = replay_table(replay(tmp_path / "one"))
+    assert re.search(EQUAL, text), text
     assert ("logged is the mean of 4 optimizer steps" in text) == (name == "two epochs of minibatches")
     assert ("logged is that of all that were sampled" in text) == (name == "groups carried over")
     other = trained(tmp_path / "other", *again(tmp_path / "one", *SETTINGS[name]))
@@ -178,16 +178,16 @@ def test_what_cannot_be_trained_on_is_refused(first, tmp_path, monkeypatch):
 
 
 def metrics(place, *overrides, step=2):
-    [found] = json.loads(replay(place, overrides, steps=str(step), form="json"))["steps"]
-    return {name: (one["recorded"], one["replayed"]) for name, one in found["metrics"].items()}, found
+    [found] = replay(place, overrides, steps=range(step, step + 1))
+    return {name: tuple(one.values()) for name, one in found.metrics.items()}, found.computed_again
 
 
 def test_what_was_logged_is_replayed(first, capsys):
     place, _ = first
     main([str(place)])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "mean of 4 rollouts, steps 1 to 4"
-    assert lines[-1] == f"all 68 {EQUAL}"
+    assert lines[0] == "4 rollouts, steps 1 to 4"
+    assert re.fullmatch(EQUAL, lines[-1])[1] == "68"
     assert max(map(len, lines)) <= 80
     found, _ = metrics(place)
     assert {name for name in found if name.startswith("loss/")} == {"loss/total", "loss/policy", "loss/kl"}
@@ -196,15 +196,15 @@ def test_what_was_logged_is_replayed(first, capsys):
     assert all(then == now for name, (then, now) in found.items() if not name.startswith("loss/"))
     header = recording.read_header(place / "rollouts" / recording.file_name(2))
     assert found["loss/total"][0] == header["updated"]["loss/total"]
-    steps = json.loads(replay(place, ["algorithm=dr_grpo"], steps="2:3", form="json"))["steps"]
-    assert [one["step"] for one in steps] == [2, 3]
+    main([str(place), "algorithm=dr_grpo", "--steps", "2:3", "--format", "json"])
+    assert [one["step"] for one in json.loads(capsys.readouterr().out)["steps"]] == [2, 3]
 
 
 def test_another_algorithm_and_other_rewards_are_replayed_by_hand(first):
     place, _ = first
     given = ["algorithm=dr_grpo", "reward=[keyword,length]", "reward.length.function.target=3"]
-    found, page = metrics(place, *given, "rollout.max_new_tokens=12")
-    assert page["computed_again"] == ["length"]
+    found, called = metrics(place, *given, "rollout.max_new_tokens=12")
+    assert called == ["length"]
     _, rows = recording.read(place / "rollouts" / recording.file_name(2))
     length = [min(1.0, max(0.0, 2 - len(row["completion"]) / 3)) for row in rows]
     total = [row["rewards"]["keyword"] + 0.1 * one for row, one in zip(rows, length)]
@@ -225,8 +225,8 @@ def test_another_algorithm_and_other_rewards_are_replayed_by_hand(first):
 
 def test_a_weight_alone_calls_no_reward(first):
     place, _ = first
-    found, page = metrics(place, "reward.format.weight=2.0", "loss.kl_coef=0.08")
-    assert page["computed_again"] == []
+    found, called = metrics(place, "reward.format.weight=2.0", "loss.kl_coef=0.08")
+    assert called == []
     then, now = found["loss/kl"]
     assert now == pytest.approx(2 * then, rel=1e-6)
     _, rows = recording.read(place / "rollouts" / recording.file_name(2))
@@ -236,9 +236,8 @@ def test_a_weight_alone_calls_no_reward(first):
 
 NOT_REPLAYED = (
     ("none", [], "none is not there"),
-    ("empty", [], "empty has no recorded rollouts; a run with callbacks=rollouts records them"),
-    ("", ["--steps", "7:9"], "--steps 7:9: recorded are 1 to 4"),
-    ("", ["--steps", "a:b"], "--steps a:b: needs FIRST:LAST, such as 10:50, or one step"),
+    ("empty", [], "empty has no such recorded rollouts; there are none (callbacks=rollouts records them)"),
+    ("", ["--steps", "7:9"], "has no such recorded rollouts; there are 1 to 4"),
     ("", ["advantage.eps=-1"], "advantage.eps=-1"),
     ("", ["reward=[custom]", "reward.custom.function._target_=os.system"], "reward.custom.function._target_=os.system"),
     ("damaged", ["--steps", "2"], "000002.jsonl.gz is damaged"),
@@ -267,7 +266,7 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(first, tmp_path, monkeypa
         assert (end.value.code, printed.out) == (1, "")
         assert message in printed.err
         assert "Traceback" not in printed.err
-    assert "loss/total" in replay(tmp_path / "no_reference", ["loss.kl_coef=0"])
+    assert "loss/total" in replay(tmp_path / "no_reference", ["loss.kl_coef=0"])[0].metrics
 
 
 @pytest.mark.slow
@@ -279,4 +278,4 @@ def test_several_processes_record_once(tmp_path):
     assert all("logprobs" in row for row in rows)
     (place / ".hydra").mkdir()
     (place / ".hydra" / "overrides.yaml").write_text(json.dumps(own))
-    assert replay(place, []).endswith(EQUAL)
+    assert re.search(EQUAL, replay_table(replay(place)))

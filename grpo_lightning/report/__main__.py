@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_lightning.console import redact, single_line, survive_closed_pipes
-from grpo_lightning.report.comparison import DEFAULT_METRICS, Comparison, compare
-from grpo_lightning.report.runs import ReportError, find_runs
-from grpo_lightning.report.table import FORMATS, render
+from grpo_lightning.report import DEFAULT_METRICS, Comparison, compare, find_runs
+from grpo_lightning.report.table import FORMATS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,7 +24,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--metric", "--metrics", nargs="+", default=[], dest="metrics", metavar="NAME", help=f"default: {names}")
     add("--at", nargs="+", type=int, default=[], metavar="STEP", help="also the values at these steps")
     add("--baseline", metavar="KEY=VALUE", help="also the paired differences from these runs")
-    add("--deviation", action="store_true", help="also the standard deviation over a run's steps")
     add("--format", choices=list(FORMATS), default="table")
     add("--plot", type=Path, metavar="FILE", help="draw curves into this picture (needs matplotlib)")
     options = vars(parser.parse_args(arguments))
@@ -34,43 +32,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         comparison = compare(find_runs(*directories), **options, curves=bool(picture))
         if picture:
             plot(comparison, picture)
-    except ReportError as error:
+    except (ValueError, OSError) as error:
         sys.exit(redact(single_line(str(error))))
-    print(render(comparison, form), end="")
+    print(FORMATS[form](comparison), end="")
 
 
 def plot(comparison: Comparison, file: Path) -> None:
     """Draw one panel per metric into a picture whose format is the file's ending."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ReportError("--plot needs matplotlib: pip install 'grpo-lightning[plot]'") from None
-    matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False  # a dollar in a setting is no formula
-    from matplotlib import pyplot
-
+        raise ValueError("--plot needs matplotlib: pip install 'grpo-lightning[plot]'") from None
     panels = len(comparison.lines)
-    figure, grid = pyplot.subplots(panels, figsize=(7, 0.6 + 3 * panels), dpi=150, squeeze=False, sharex=True)
+    figure = Figure(figsize=(7, 0.6 + 3 * panels), dpi=150, layout="tight")
+    grid = figure.subplots(panels, squeeze=False, sharex=True)
     for axes, (metric, lines) in zip(grid[:, 0], comparison.lines.items(), strict=True):
         for line in lines:
-            curve, label = line.curve, single_line(line.label)
-            [drawn] = axes.plot(list(curve), [value.mean for value in curve.values()], label=label)
-            if band := [(step, value.low, value.high) for step, value in curve.items() if value.low is not None]:
+            label = single_line(line.label).replace("$", r"\$")  # no formula
+            [drawn] = axes.plot(list(line.curve), [value.mean for value in line.curve.values()], label=label)
+            if band := [(step, value.low, value.high) for step, value in line.curve.items() if value.low is not None]:
                 axes.fill_between(*zip(*band, strict=True), color=drawn.get_color(), alpha=0.2, linewidth=0)
         axes.set(ylabel=metric)
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        if lines:
-            axes.legend(frameon=False, fontsize="small")
+        axes.legend(frameon=False, fontsize="small")
     grid[-1, 0].set(xlabel="rollouts")
-    figure.tight_layout()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file)
-    except (OSError, ValueError) as error:
-        raise ReportError(f"--plot={file}: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        pyplot.close(figure)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
 
 
 if __name__ == "__main__":

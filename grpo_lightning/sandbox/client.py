@@ -1,7 +1,6 @@
 """Runs Python programs that nobody trusts, such as those that a model wrote, in the sandbox."""
 
 import atexit
-import fcntl
 import json
 import os
 import select
@@ -52,6 +51,11 @@ class Limits:
     threads: int = 32
     """At once, the first included."""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0 or (name != "seconds" and not isinstance(value, int)):
+                raise ValueError(f"{name}={value}: must be a {'' if name == 'seconds' else 'whole '}number above 0")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -75,8 +79,6 @@ class Outcome:
 
 def run(text: str, stdin: str, limits: Limits) -> Outcome:
     """Run a Python program that nobody trusts, one at a time in a process; no program makes this raise.
-
-    The same program on the same input prints the same, unless it asks for the time or for `os.urandom`.
 
     Raises:
         Unavailable: The machine has no sandbox, or one that does not hold. Nothing was run.
@@ -111,22 +113,21 @@ def close() -> None:
 _ATTEMPT_LIMITS = Limits(seconds=30.0, cpu_seconds=5, memory_mb=256)
 _ATTEMPTS = """
 import os, socket
-def attempt(name, function, *arguments):
+for what, function, *arguments in (
+    ("read a file", open, OUTSIDE),
+    ("write a file", open, OUTSIDE, "a"),
+    ("list a directory", os.listdir, os.path.dirname(OUTSIDE)),
+    ("fork", os.fork),
+    ("start a program", os.execv, "/bin/true", ["true"]),
+    ("open a socket", socket.socket),
+    ("signal its parent", os.kill, os.getppid(), 0),
+):
     try:
         function(*arguments)
+        print(what)
     except OSError:
-        return []
-    return [name]
-print(*(
-    attempt("read a file", open, OUTSIDE)
-    + attempt("write a file", open, OUTSIDE, "a")
-    + attempt("list a directory", os.listdir, os.path.dirname(OUTSIDE))
-    + attempt("fork", os.fork)
-    + attempt("start a program", os.execv, "/bin/true", ["true"])
-    + attempt("open a socket", socket.socket)
-    + attempt("signal its parent", os.kill, os.getppid(), 0)
-    or ["none"]
-), sep=", ")
+        pass
+print("end")
 """
 
 
@@ -165,16 +166,14 @@ class _Server:
         with tempfile.NamedTemporaryFile() as outside:
             text = _ATTEMPTS.replace("OUTSIDE", repr(outside.name))
             outcome = self.run(_encoded(text), b"", _ATTEMPT_LIMITS)
-        if outcome.stdout != "none\n" or not outcome.is_well:
-            found = (outcome.stdout or outcome.stderr)[-300:].strip() or f"{outcome.ended}, status {outcome.code}"
-            raise Unavailable(
-                f"the sandbox does not hold on this machine; a program in it could, or ended with: {found}"
-            )
+        if outcome.stdout != "end\n" or not outcome.is_well:
+            found = ", ".join((outcome.stdout or outcome.stderr).split("\n"))[-300:] or f"status {outcome.code}"
+            raise Unavailable(f"the sandbox does not hold on this machine; a program in it did: {found}")
 
     def run(self, text: bytes, stdin: bytes, limits: Limits) -> Outcome:
         """Run one program; a ConnectionError, EOFError or TimeoutError says that the server died."""
         with ExitStack() as stack:
-            files = [stack.enter_context(_memory_file(content)) for content in (text, stdin, None, None)]
+            files = [stack.enter_context(_memory_file(content)) for content in (text, stdin, b"", b"")]
             socket.send_fds(self.channel, [json.dumps(vars(limits)).encode()], [file.fileno() for file in files])
             reply = self._reply(time.monotonic() + limits.seconds + _SPARE_SECONDS)
             output = [os.pread(file.fileno(), limits.output_bytes, 0) for file in files[2:]]
@@ -209,13 +208,11 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _memory_file(content: bytes | None = None) -> BinaryIO:
-    """A file in memory, at its beginning; with a content, it cannot be changed."""
-    file = os.fdopen(os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
-    if content is not None:
-        file.write(content)
-        file.seek(0)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+def _memory_file(content: bytes) -> BinaryIO:
+    """A file in memory, at its beginning."""
+    file = os.fdopen(os.memfd_create("program"), "w+b")
+    file.write(content)
+    file.seek(0)
     return file
 
 

@@ -6,7 +6,6 @@ files. When its caller ends it ends too, with the program that it watches.
 
 import atexit
 import gc
-import io
 import json
 import linecache
 import os
@@ -25,8 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn, cast
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
 
 from grpo_lightning.sandbox import isolation
 
@@ -45,7 +44,6 @@ _AT_CPU_LIMIT = 0.9  # of its CPU seconds: a program that used these and was kil
 _NAME = "program.py"  # what tracebacks call the text
 _READY = b"."  # what a program's process writes once its rights are given up; anything else is why it was not run
 _READY_FD = 3  # where it writes that, beside stdin, stdout and stderr
-_FAILED = 70  # the exit status of a process that could not give up its rights
 _MAX_OPEN_FILES = 64
 _MAX_SERVER_FILES = 1024  # the server has a dozen open
 _STACK = 64 * 2**20  # bytes that the first thread's may grow to
@@ -63,9 +61,8 @@ def main(descriptor: int, place: str) -> None:
     # The caller may have so many files open that this one's number is beyond those that a program closes.
     channel = socket.socket(fileno=os.dup(descriptor))
     os.close(descriptor)
-    directory = ""
+    server, directory = os.getpid(), tempfile.mkdtemp(prefix="sandbox-", dir=place)
     try:
-        directory = tempfile.mkdtemp(prefix="sandbox-", dir=place)
         try:
             rules = _file_rules(directory)
         except (isolation.Missing, OSError) as error:
@@ -77,7 +74,8 @@ def main(descriptor: int, place: str) -> None:
         while reply := _serve(channel, directory, rules):
             channel.send(json.dumps(reply).encode())
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        if os.getpid() == server:  # and not a program that ends
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _file_rules(directory: str) -> int:
@@ -112,11 +110,10 @@ def _serve(channel: socket.socket, directory: str, rules: int) -> dict[str, Any]
         with suppress(ProcessLookupError):
             os.kill(program, signal.SIGKILL)
         _, status, usage = os.wait4(program, 0)
-        for entry in list(os.scandir(directory)):  # programs can make no directories
-            os.unlink(entry.path)
+    reason = reason or _excess(program, limits, directory, files[2:])
+    for entry in list(os.scandir(directory)):  # programs can make no directories
+        os.unlink(entry.path)
     words = os.read(ready, 1024)
-    if reason is None and _is_too_long(files[2:], limits):
-        reason = "output"
     for opened in (*files, ready):
         os.close(opened)
     if reason == "gone":
@@ -149,37 +146,24 @@ def _watch(
                 return "gone"
             if left <= 0:
                 return "time"
-            if _num_threads(program) > limits["threads"]:
-                return "threads"
-            if _is_too_much(directory, limits):
-                return "files"
-            if _is_too_long(output, limits):
-                return "output"
+            if excess := _excess(program, limits, directory, output):
+                return excess
     finally:
         os.close(process)
 
 
-def _num_threads(process: int) -> int:
-    try:
-        with open(f"/proc/{process}/stat", "rb") as opened:
-            return int(opened.read().rpartition(b")")[2].split()[17])
-    except ProcessLookupError:
-        return 0
-
-
-def _is_too_much(directory: str, limits: Mapping[str, Any]) -> bool:
-    """Whether a program has more files, or more in them, than it may have."""
+def _excess(program: int, limits: Mapping[str, Any], directory: str, output: Sequence[int]) -> str | None:
+    """What a program has more of than it may have: threads, files (or bytes in them) or output."""
+    with suppress(OSError), open(f"/proc/{program}/stat", "rb") as opened:
+        if int(opened.read().rpartition(b")")[2].split()[17]) > limits["threads"]:
+            return "threads"
     count = taken = 0
     for count, entry in enumerate(os.scandir(directory), 1):
         with suppress(FileNotFoundError):
             taken += 512 * entry.stat(follow_symlinks=False).st_blocks
-        if count > limits["files"]:
-            return True
-    return bool(taken > limits["file_bytes"] + count * 2**16)  # a file system may give a file more than its bytes
-
-
-def _is_too_long(output: Sequence[int], limits: Mapping[str, Any]) -> bool:
-    return any(os.fstat(file).st_size > limits["output_bytes"] for file in output)
+        if count > limits["files"] or taken > limits["file_bytes"] + count * 2**16:  # blocks are rounded up
+            return "files"
+    return "output" if any(os.fstat(file).st_size > limits["output_bytes"] for file in output) else None
 
 
 # --- the process that becomes the program
@@ -188,21 +172,25 @@ def _is_too_long(output: Sequence[int], limits: Mapping[str, Any]) -> bool:
 def _become_program(
     files: Sequence[int], ready: int, limits: Mapping[str, Any], server: int, directory: str, rules: int
 ) -> NoReturn:
-    """Turn this process, which was forked to that end, into the program."""
-    leave, code = os._exit, _FAILED  # whatever the program makes of os._exit
+    """Turn this process, which was forked to that end, into the program, and end as Python does."""
+    text = b""
+    while part := os.read(files[0], 2**20):
+        text += part
     try:
-        text = b""
-        while part := os.read(files[0], 2**20):
-            text += part
-        try:
-            _give_up_rights(files, ready, limits, server, directory, rules)
-        except BaseException as error:
-            kind = "it needs" if isinstance(error, isolation.Missing) else f"{type(error).__name__}:"
-            os.write(ready, f"{kind} {error}".encode(errors="replace")[:500])
-        else:
-            code = _run(text)
-    finally:
-        leave(code)
+        _give_up_rights(files, ready, limits, server, directory, rules)
+    except BaseException as error:
+        kind = "it needs" if isinstance(error, isolation.Missing) else f"{type(error).__name__}:"
+        os.write(ready, f"{kind} {error}".encode(errors="replace")[:500])
+        os._exit(1)
+    module, leave, streams = _reset_interpreter(text), os._exit, (sys.stdout, sys.stderr)
+    exec(compile(text, _NAME, "exec", dont_inherit=True), vars(module))
+    if threading.active_count() == 1:  # a few milliseconds less than when Python takes itself down
+        getattr(atexit, "_run_exitfuncs", int)()
+        for stream in streams:
+            if not stream.closed:
+                stream.flush()
+        leave(0)
+    raise SystemExit(0)
 
 
 def _give_up_rights(
@@ -235,50 +223,23 @@ def _give_up_rights(
     os.closerange(_READY_FD, _MAX_SERVER_FILES)
 
 
-def _run(text: bytes) -> int:
-    """Run the text as the main module of an interpreter; returns the exit status."""
-    _reset_interpreter(text)
-    out, code = sys.stdout, 0
-    try:
-        exec(compile(text, _NAME, "exec", dont_inherit=True), vars(sys.modules["__main__"]))
-    except SystemExit as left:
-        if left.code is None or isinstance(left.code, int):
-            code = (left.code or 0) & 0xFF
-        else:
-            code = 1
-            with suppress(BaseException):
-                print(left.code, file=sys.stderr)
-    except BaseException as error:
-        code = 1
-        _print_error(error)
-    try:
-        getattr(threading, "_shutdown", int)()  # waits for threads that are no daemons
-        getattr(atexit, "_run_exitfuncs", int)()
-        if not out.closed:
-            out.flush()
-    except BaseException as error:
-        code = code or 120  # as Python has it for output that cannot be written
-        _print_error(error)
-    return code
-
-
-def _reset_interpreter(text: bytes) -> None:
-    """Make this interpreter look as if it had just begun, with `random` at the same place every time."""
+def _reset_interpreter(text: bytes) -> ModuleType:
+    """Make this interpreter look as if it had just begun, with `random` at the same place; returns its main module."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("grpo_lightning", "__main__")]:
         del sys.modules[name]
-    sys.modules["__main__"] = ModuleType("__main__")
-    sys.argv = [_NAME]
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    sys.argv, sys.excepthook = [_NAME], _print_error
     os.environ.clear()
     for stream in (sys.stdin, sys.stdout):  # of UTF-8 mode, which lets bytes through that are none
-        cast("io.TextIOWrapper", stream).reconfigure(errors="strict")
+        stream.reconfigure(errors="strict")  # type: ignore[union-attr]
     random.seed(0)
     lines = text.decode(errors="replace").splitlines(keepends=True)
     linecache.cache[_NAME] = (len(text), None, lines, _NAME)  # for tracebacks and `inspect`
+    return module
 
 
-def _print_error(error: BaseException) -> None:
-    """Print an exception as Python does at its end, from the program's first line on."""
-    with suppress(BaseException):
-        begin = error.__traceback__ and error.__traceback__.tb_next
-        traceback.print_exception(type(error), error, begin, file=sys.stderr)
-        sys.stderr.flush()
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an exception as Python does, from the program's first line on."""
+    while trace and trace.tb_frame.f_code.co_filename != _NAME:
+        trace = trace.tb_next
+    traceback.print_exception(kind, error, trace, file=sys.stderr)

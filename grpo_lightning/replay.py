@@ -3,17 +3,25 @@
 ``python -m grpo_lightning.replay DIR [overrides…]`` prints it.
 """
 
+import argparse
+import json
+import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_lightning.console import redact_config
+from grpo_lightning import recording
+from grpo_lightning.composition import load_run_config
+from grpo_lightning.console import describe_error, log_line, redact_config, single_line, survive_closed_pipes
 from grpo_lightning.loss import PolicyLoss
-from grpo_lightning.recording import RecordedRollout
+from grpo_lightning.recording import RecordedRollout, from_lines
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import advantage_metrics, sampled_metrics, token_metrics
@@ -27,14 +35,71 @@ Build = Callable[[str, Any], Any]
 """(dotted key, settings) -> the object that they describe."""
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print metrics of the rollouts that a run has recorded, as logged and as they are with these settings.
+
+    Overrides are those of train.py, such as reward=[accuracy,length] or algorithm=dr_grpo. Without any, the logged
+    values come out again.
+    """
+    survive_closed_pipes()
+    parser = argparse.ArgumentParser(prog="python -m grpo_lightning.replay", description=main.__doc__)
+    parser.add_argument("directory", type=Path, help="of a run, which has rollouts/ and .hydra/")
+    parser.add_argument("overrides", nargs="*", help="settings that differ from the run's")
+    parser.add_argument(
+        "--steps", type=step_range, default=":", metavar="FIRST:LAST", help="both included; default: all"
+    )
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+    options = parser.parse_intermixed_args(arguments)
+    logging.basicConfig(format="[%(levelname)s] %(message)s")
+    try:
+        replays = replay(options.directory, options.overrides, steps=options.steps)
+    except (ValueError, OSError) as error:
+        log_line(describe_error(error))
+        sys.exit(1)
+    if options.format == "json":
+        page = {"overrides": options.overrides, "steps": [vars(one) for one in replays]}
+        print(json.dumps(page, indent=2, allow_nan=False))
+    else:
+        print(replay_table(replays))
+
+
+def step_range(text: str) -> range:
+    """The steps of ``FIRST:LAST``, both included and both optional."""
+    first, _, last = text.partition(":")
+    return range(int(first or 0), int(last or sys.maxsize - 1) + 1)
+
+
+def replay(directory: Path, overrides: Sequence[str] = (), *, steps: range | None = None) -> "list[ReplayedMetrics]":
+    """Replay the rollouts that a run has recorded.
+
+    Args:
+        directory: The run's.
+        overrides: Settings that differ from the run's.
+        steps: Those to replay; default: all.
+
+    Raises:
+        ValueError: There are no recorded rollouts, they are damaged, or the settings cannot work.
+    """
+    place = recording.find_directory(directory)
+    files = recording.recorded_steps(place)
+    selected = [path for step, path in files.items() if steps is None or step in steps]
+    if not selected:
+        what = recording.format_steps(files)
+        raise ValueError(f"{place} has no such recorded rollouts; there are {what} (callbacks=rollouts records them)")
+    run = place.parent if place.name == recording.FOLDER else place
+    config, build = load_run_config(run, overrides, PARTS)
+    recorded = (from_lines(*recording.read(path), torch.device("cpu")) for path in selected)
+    return [replay_rollout(one, config, build) for one in recorded]
+
+
 @dataclass(frozen=True)
 class ReplayedMetrics:
     """Metrics of a rollout as logged and as replayed."""
 
     step: int
-    metrics: dict[str, tuple[float | None, float | None]]  # name -> (logged, replayed)
+    metrics: dict[str, dict[str, float | None]]  # name -> its value "recorded" and "replayed"
     approximate: dict[str, str]  # name -> why the two may differ even with the settings of the run
-    called: list[str]  # the rewards that were computed again
+    computed_again: list[str]  # rewards that were called
 
 
 class _NoTokens:
@@ -83,10 +148,31 @@ def replay_rollout(recorded: RecordedRollout, config: Mapping[str, Any], build: 
     shown = {*replayed, *(name for name in known if name in computed or name.startswith(("reward/", "loss/")))}
     return ReplayedMetrics(
         step=header["step"],
-        metrics={name: (known.get(name), replayed.get(name)) for name in sorted(shown)},
+        metrics={name: {"recorded": known.get(name), "replayed": replayed.get(name)} for name in sorted(shown)},
         approximate={name: why for name in computed if (why := _why_approximate(name, header, loss))},
-        called=called or [],
+        computed_again=called or [],
     )
+
+
+def replay_table(replays: Sequence[ReplayedMetrics]) -> str:
+    """A table of means over the rollouts, and how many of the values are as logged."""
+    reasons = {name: why for one in replays for name, why in one.approximate.items()}
+    lines = [f"{len(replays)} rollouts, steps {replays[0].step} to {replays[-1].step}"]
+    if called := sorted({name for one in replays for name in one.computed_again}):
+        lines.append(f"computed again: {', '.join(called)}")
+    lines += ["", f"{'mean of metric':40} {'recorded':>14} {'replayed':>14}", "─" * 70]
+    exact = []
+    for name in sorted({name for one in replays for name in one.metrics}):
+        pairs = [tuple(one.metrics[name].values()) for one in replays if name in one.metrics]
+        means = (
+            fmean(known) if (known := [v for v in each if v is not None]) else None for each in zip(*pairs, strict=True)
+        )
+        cells = " ".join(f"{'-' if value is None else f'{value:.6g}':>14}" for value in means)
+        lines.append(f"{single_line(name) + ' ~' * (name in reasons):40} {cells}")
+        if name not in reasons:
+            exact += [None not in pair and math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-6) for pair in pairs]
+    lines += ["", *(f"~ {why}" for why in dict.fromkeys(reasons.values()))]
+    return "\n".join([*lines, f"{sum(exact)} of {len(exact)} values without ~ equal those logged, up to rounding"])
 
 
 @torch.no_grad()
@@ -146,3 +232,7 @@ def _why_approximate(name: str, header: Mapping[str, Any], loss: PolicyLoss) -> 
         return "at ratio 1; some groups are of a step before"
     is_of_entropy = loss.entropy_coef and name in ("loss/entropy", "loss/total")
     return "from the entropy that the sampler saw" if is_of_entropy else None
+
+
+if __name__ == "__main__":
+    main()
