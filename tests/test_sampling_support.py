@@ -19,10 +19,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from grpo_lightning import recording
 from grpo_lightning.advantage import centered
-from grpo_lightning.clock import Clock
-from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.loss import PolicyLoss, clipped, constant, k3
 from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
 from grpo_lightning.policy.generic import GenericPolicy
@@ -30,7 +27,6 @@ from grpo_lightning.policy.shared_prompt import SharedPath
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
-from grpo_lightning.rollout.collector import with_support
 from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.native.token_sampling import engine_filters, support_of_tokens
 from grpo_lightning.transformer import lm_head
@@ -39,9 +35,8 @@ from grpo_lightning.types import Prompts, Rollout, Sampling, SamplingSupport
 from tests.support import stand_in
 from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import finish, main, start
-from tests.support.running import small_run
 from tests.support.sampling import FREE, NUCLEUS, PROMPTS, generate, opened
-from tests.vllm.support import disturb, engine, ready, tiny
+from tests.vllm.support import engine, ready, tiny
 
 CLIPPED = functools.partial(clipped, epsilon_low=0.2, epsilon_high=0.2)
 
@@ -411,29 +406,6 @@ def test_sets_are_those_of_the_native_sampler_on_every_path(policy, monkeypatch)
 # --- a stand-in for an engine ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_what_other_weights_have_sampled_is_counted_and_added(vllm):
-    policy, clock = tiny(), Clock()
-    sampling = Sampling(**FREE | {"top_p": 0.7, "temperature": 1.2, "max_new_tokens": 20})
-    with ready(vllm, policy):
-        rows = vllm.generate(policy, PROMPTS, group_size=6, sampling=sampling, seed=3)
-        disturb(policy)
-        context = StepContext(seed=1, clock=clock, ranks=SINGLE_PROCESS, sampler=vllm)
-        found, metrics = with_support(policy, rows, sampling, microbatch_tokens=60, context=context)
-    assert not rows.mask.all()
-    sets_now = engine_sets(policy, rows, sampling)
-    outside = [token not in own for own, token in zip(sets_now, tokens(rows))]
-    assert 5 < sum(outside) < len(outside) / 2
-    assert metrics == {"sampler/support_miss_rate": sum(outside) / len(outside)}
-    expected = [sorted({*own, token}) for own, token in zip(sets_now, tokens(rows))]
-    assert in_mask(found.support, rows.mask) == expected
-    assert clock.read()["score"] > 0
-    # Every token has a probability, and a gradient that is finite.
-    logprobs = policy.logprobs(found, temperature=1.2)
-    assert logprobs.min() > -20
-    assert gradients(policy, logprobs.sum()).isfinite().all()
-
-
 def test_a_rollout_of_an_engine_is_scored_as_it_was_sampled(vllm):
     policy = tiny()
     with ready(vllm, policy):
@@ -471,23 +443,6 @@ def test_the_self_check_forgives_what_lies_on_a_bound_and_no_more(policy):
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_recorded_sets_train_the_same_weights(tmp_path):
-    words = (
-        *("logger=none", "optimizer.lr=0.02", "validation.every=4", "rollout.top_p=0.8", "rollout.temperature=0.7"),
-        *("steps=4", "data.prompts_per_step=4", "loss.kl_coef=0.05", "callbacks=rollouts"),
-    )
-    one = small_run(tmp_path / "one", *words)
-    other = small_run(tmp_path / "other", *words, "rollout=recorded", f"rollout.path={tmp_path / 'one'}")
-    for mine, its in zip(one.policy.state_dict().values(), other.policy.state_dict().values()):
-        assert torch.equal(mine, its)
-    assert one.metrics["completion/set_size_mean"] == other.metrics["completion/set_size_mean"] > 1
-    for step, path in recording.recorded_steps(tmp_path / "one" / "rollouts").items():
-        rows = recording.read(path)[1]
-        assert recording.read(tmp_path / "other" / "rollouts" / path.name)[1] == rows, step
-        assert all(token in own for row in rows for token, own in zip(row["ids"], row["kept"], strict=True))
-
-
 SEVERAL = (
     *("rollout.top_p=0.8", "data.prompts_per_step=3", "rollout.group_size=4", "validation.ks=[1]"),
     *("data.validation_size=4", "validation.samples_per_prompt=1"),
@@ -514,11 +469,3 @@ def test_two_processes_compute_an_engines_sets_together(monkeypatch, tmp_path):
     assert one["sampler/support_miss_rate"] > 0.01
     for name in ("sampler/support_miss_rate", "completion/set_size_mean", "policy/mismatch_mean", "optim/grad_norm"):
         assert two[name] == pytest.approx(one[name], rel=1e-3), name
-
-
-@pytest.mark.slow
-def test_an_engine_that_fails_in_one_process_ends_the_others(tmp_path):
-    started = start(2, tmp_path, "fsdp", {"two": [*STAGED, "+sampler.broken=1"]})
-    first, second = (process.communicate(timeout=120)[0] for process in started)
-    assert "RuntimeError: the engine is out of order" in second
-    assert "process 1 of 2: RuntimeError: the engine is out of order" in first

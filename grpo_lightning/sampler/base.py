@@ -134,24 +134,17 @@ class Sampler(ABC):
 class GenerationRequest:
     """What `Sampler.generate` is asked for, as token ids."""
 
-    prompts: list[list[int]]
-    """[P] token ids"""
+    prompts: list[list[int]]  # [P]
     places: Sequence[tuple[int, int]]
     """[B] the number of every completion's prompt among all of this seed, and its own number in the group."""
-    longest: int
-    """The most tokens of a prompt and its completion."""
+    longest: int  # most tokens of a prompt and its completion
     sampling: Sampling
     seed: int
-    end_ids: Sequence[int]
-    """The token ids that end a completion; the first of them still belongs to it."""
-    pad_id: int
-    """The token id that fills ended completions."""
-    stops: "StopStrings | None" = None
-    """Which completions end with a stop string."""
-    poll: Poll | None = None
-    """Called between tokens; what it raises is passed on."""
-    on_finished: OnIdsFinished | None = None
-    """Called with the completions that have just ended by themselves."""
+    end_ids: Sequence[int]  # of tokens that end a completion; the first of them still belongs to it
+    pad_id: int  # of the token that fills ended completions
+    stops: "StopStrings | None" = None  # which completions end with a stop string
+    poll: Poll | None = None  # called between tokens; what it raises is passed on
+    on_finished: OnIdsFinished | None = None  # called with the completions that have just ended by themselves
     conversation: "Conversation | None" = None
     """Replies to completions that have ended a turn, which then go on; None: they are over."""
 
@@ -160,18 +153,12 @@ class GenerationRequest:
 class Completions:
     """Completions as token ids."""
 
-    ids: Tensor
-    """[B, T]"""
-    mask: Tensor
-    """[B, T] (bool) tokens that the model has generated."""
-    seen: Tensor
-    """[B, T] (bool) these and the replies that it has read."""
-    logprobs: Tensor
-    """[B, T] in nats, 0 where masked."""
-    entropies: Tensor
-    """[B, T] in nats, 0 where masked."""
-    finished: Tensor
-    """[B] (bool) whether a completion ended by itself, not by the length limit."""
+    ids: Tensor  # [B, T]
+    mask: Tensor  # [B, T] (bool) tokens that the model has generated
+    seen: Tensor  # [B, T] (bool) these and the replies that it has read
+    logprobs: Tensor  # [B, T] in nats, 0 where masked
+    entropies: Tensor  # [B, T] in nats, 0 where masked
+    finished: Tensor  # [B] (bool) whether a completion ended by itself, not by the length limit
     support: SamplingSupport | None = None
     """[B, T] the sets that the tokens were sampled from; None: the whole vocabulary."""
 
@@ -182,15 +169,13 @@ class Completions:
         group_size = len(self.ids) // len(prompts)
         ids, attention_mask = (each.repeat_interleave(group_size, 0) for each in policy.pad_left(prompts))
         rows, mask = self.ids.cpu(), self.mask.cpu()
-        turns = None
-        if conversation is not None:
-            turns = tuple(
-                decode_texts(policy.tokenizer, [row[start:end] for start, end in bounds])
-                for row, bounds in zip(rows.tolist(), spans(mask), strict=True)
-            )
-            texts = tuple(row[-1] for row in turns)
-        else:
+        if conversation is None:
+            turns = None
             texts = decode_texts(policy.tokenizer, [row[real].tolist() for row, real in zip(rows, mask, strict=True)])
+        else:
+            bounds = zip(rows.tolist(), spans(mask), strict=True)
+            turns = tuple(decode_texts(policy.tokenizer, [row[a:b] for a, b in own]) for row, own in bounds)
+            texts = tuple(row[-1] for row in turns)
         return Sampled(
             ids=torch.cat([ids, self.ids], 1),  # [B, S] and [B, T] -> [B, S + T]
             attention_mask=torch.cat([attention_mask, self.seen], 1),

@@ -1,6 +1,5 @@
 """A stand-in for the module ``vllm``: an engine of a hundred lines with weights of its own, which can be stale."""
 
-import os
 import sys
 from enum import Enum
 from importlib.machinery import ModuleSpec
@@ -120,18 +119,15 @@ class Staged(VLLM):
     """``sampler=vllm`` with the stand-in, in processes of their own.
 
     Args:
-        broken: The process whose engine fails; None: none.
         disturbed: What is added to the engine's weights, so that it draws from other sets.
     """
 
-    def __init__(self, *, broken=None, disturbed=0.0, **options):
+    def __init__(self, *, disturbed=0.0, **options):
         install(pytest.MonkeyPatch())
         super().__init__(**options)
-        self.broken, self.disturbed = broken, disturbed
+        self.disturbed = disturbed
 
     def complete(self, requests, options):
-        if self.broken == int(os.environ.get("RANK", 0)):
-            raise RuntimeError("the engine is out of order")
         generator = torch.Generator().manual_seed(1)
         with torch.inference_mode(False), torch.no_grad():
             for weight in self._llm.model.parameters():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -62,17 +61,6 @@ def test_a_run_that_was_killed_continues_as_one_that_was_not(tmp_path):
     assert summary(tmp_path / "killed")["steps"] == 4
     for (name, one), other in zip(weights(tmp_path / "whole").items(), weights(tmp_path / "killed").values()):
         assert torch.allclose(one, other, atol=1e-5), name
-
-
-def test_sigterm_ends_a_rollout_between_tokens(tmp_path):
-    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "steps=1000", f"hydra.run.dir={tmp_path / 'run'}"]
-    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    while not checkpoint.exists() and running.poll() is None:
-        time.sleep(0.5)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(60) == 143
-    assert summary(tmp_path / "run")["status"] == "preempted"
 
 
 @pytest.mark.parametrize("words", [[], ["trainer=fsdp"]])

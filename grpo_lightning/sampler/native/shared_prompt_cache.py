@@ -45,10 +45,7 @@ class SharedPromptCache(KVCache):
 
     Args:
         decoder: The model without its head.
-        head: Hidden states [n, H] -> logits [n, V].
-        prompts: As in `KVCache`, like the next two.
-        group_size: G
-        longest: The most tokens.
+        head: Hidden states [n, H] -> logits [n, V]; the next three arguments are as in `KVCache`.
         fused: A copy of the decoder for single tokens; None lets the decoder itself take them.
         is_static: Whether the decoder makes the same operations whatever the tokens are.
     """
@@ -81,8 +78,8 @@ class SharedPromptCache(KVCache):
         self._starts: list[int] = []  # [b] where in its slot of ``_own`` a completion's own tokens begin
         self._lengths = self._before = torch.empty(0)
         """[b] tokens of a completion in ``_own``, and those before them that are not."""
-        self._grouping: Grouping | None = None
         self._prompt_lengths: list[int] = []  # [p]
+        self._grouping: Grouping | None = None
         self._bias: Tensor | None = None
         """[p, 1, 1, S] what is added to the attention scores of the prompts, if anything."""
         self._width = 0  # C
@@ -127,9 +124,7 @@ class SharedPromptCache(KVCache):
     def rewind(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         for slot, count in zip(slots, tokens, strict=True):
             self._held[slot] = self._starts[slot] + count
-        self._lengths[torch.tensor(slots, device=self.device)] = torch.tensor(
-            [self._held[slot] for slot in slots], device=self.device
-        )
+        self._lengths.copy_(torch.tensor(self._held))  # in its place, where a recorded step finds it
 
     def keep(self, slots: Sequence[int]) -> None:
         chosen = torch.tensor(slots, device=self.device)
@@ -373,12 +368,9 @@ class Grouping:
 class KeyCounts(NamedTuple):
     """How many of its keys every row looks at, as the kernel for GPUs takes it; all are int32."""
 
-    tokens: Tensor
-    """[b]"""
-    queries: Tensor
-    """[b + 1] where the query of each row begins."""
-    firsts: Tensor
-    """[b + 1] where the keys of each row begin, in rows of D numbers."""
+    tokens: Tensor  # [b]
+    queries: Tensor  # [b + 1] where the query of each row begins
+    firsts: Tensor  # [b + 1] where the keys of each row begin, in rows of D numbers
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | KeyCounts | None, scale: float) -> Pair:

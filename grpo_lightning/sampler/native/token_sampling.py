@@ -60,14 +60,10 @@ def uniforms(seed: int, rows: Sequence[tuple[int, int]], length: int) -> Tensor:
 class SampledTokens(NamedTuple):
     """A token of every row, and what it was sampled from."""
 
-    tokens: Tensor
-    """[b]"""
-    logprobs: Tensor
-    """[b] in nats, under logits / temperature, out of the set where there is one."""
-    entropies: Tensor
-    """[b] in nats, of the same distribution."""
-    sound: Tensor
-    """[b] (bool) False where a logit is NaN or infinite, or none is finite."""
+    tokens: Tensor  # [b]
+    logprobs: Tensor  # [b] in nats, under logits / temperature, out of the set where there is one
+    entropies: Tensor  # [b] in nats, of the same distribution
+    sound: Tensor  # [b] (bool) False where a logit is NaN or infinite, or none is finite
     support: Tensor | None = None
     """[b, K] int32 the tokens of each set, -1 in the room that it does not need; None: the whole vocabulary."""
 
@@ -290,10 +286,8 @@ def engine_filters(sampling: Sampling) -> dict[str, Any]:
 class EngineSupport(NamedTuple):
     """The sets that an engine has sampled some tokens from."""
 
-    support: SamplingSupport
-    """[n] or [B, T], each with the token that was sampled."""
-    outside: Tensor
-    """[n] or [B, T] (bool) whether that token was not in the set and had to be added."""
+    support: SamplingSupport  # [n] or [B, T], each with the token that was sampled
+    outside: Tensor  # [n] or [B, T] (bool) whether that token was not in the set and had to be added
 
 
 def support_of_tokens(logits: Tensor, sampled: Tensor, sampling: Sampling) -> EngineSupport:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 KEY = "VLLM_API_KEY"
 MAX_CONCURRENT = 64
 """Requests that wait for an answer at a time; each is one prompt with all its completions."""
-_ATTEMPTS = 4
-"""Tries of a request whose connection is refused or lost."""
+_PAUSES = (0.1, 0.2, 0.4, None)
+"""Seconds after each try of a request whose connection is refused or lost; None: it was the last."""
 _POLL_EVERY = 0.2
 """Seconds between two polls."""
 _NEUTRAL = {
@@ -95,9 +95,7 @@ class VLLMServer(EngineSampler):
         pool = ThreadPoolExecutor(max_workers=min(MAX_CONCURRENT, len(groups)))
         try:
             answers = [pool.submit(self._complete_group, group, asked) for group in groups]
-            waiting = set(answers)
-            while waiting:
-                _, waiting = wait(waiting, timeout=_POLL_EVERY)
+            while wait(answers, timeout=_POLL_EVERY).not_done:
                 if asked.poll:
                     asked.poll()
             completions = [completion for answer in answers for completion in answer.result()]
@@ -189,16 +187,16 @@ class Connection:
         """The answer to a request, POST with content and GET without; an empty one is an empty mapping."""
         url, key = f"{self.url}{path}", os.environ.get(KEY, "").strip()  # without the line end that files have
         method, headers = "GET" if content is None else "POST", {"Authorization": f"Bearer {key}"} if key else {}
-        for attempt in range(_ATTEMPTS):
+        for pause in _PAUSES:
             try:
                 answer = self._client.request(method, url, json=content, headers=headers)
                 break
             except httpx2.TimeoutException as error:
                 raise RuntimeError(f"{url}: no answer in sampler.timeout={self._timeout:g} seconds") from error
             except httpx2.TransportError as error:  # the same request again: its seed makes the same completions
-                if attempt == _ATTEMPTS - 1:
+                if pause is None:
                     raise RuntimeError(f"{url}: no answer: {error}") from None
-                time.sleep(0.1 * 2**attempt)
+                time.sleep(pause)
         if not answer.is_success:
             body = answer.text[:500].replace(key or REDACTED, REDACTED)
             raise RuntimeError(f"{url}: status {answer.status_code}: {body}")
