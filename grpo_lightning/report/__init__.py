@@ -310,7 +310,7 @@ def student_t(degrees: int) -> float:
         return _T_95[degrees - 1]
     z = statistics.NormalDist().inv_cdf(0.975)
     terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
+    return z + math.fsum(term / degrees**power for power, term in enumerate(terms, 1))
 
 
 def _swept(runs: Sequence[RunRecord]) -> list[str]:
