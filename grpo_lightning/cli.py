@@ -19,10 +19,27 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning import sweep
-from grpo_lightning.composition import CONF, build_run, config_choices, resolve_config, write_settings
+from grpo_lightning import __version__, sweep
+from grpo_lightning.composition import (
+    CONF,
+    build_run,
+    compose_config,
+    continued_overrides,
+    experiment_note,
+    explaining,
+    new_directory,
+    raw,
+    resolve_config,
+    write_settings,
+)
 from grpo_lightning.config import ConfigError, check_config, describe_sizes, targets
-from grpo_lightning.config.settings import command_name, explain_compose_error, format_override
+from grpo_lightning.config.settings import (
+    command_name,
+    compose_problems,
+    format_override,
+    normalize_overrides,
+    quote_value,
+)
 from grpo_lightning.console import (
     describe_error,
     log_line,
@@ -30,13 +47,14 @@ from grpo_lightning.console import (
     redact,
     single_line,
     start_banner,
-    survive_closed_pipes,
 )
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.devices import is_first_process
 
 log = logging.getLogger(__name__)
 
+_taken: list[str] = []
+"""The word that names the run directory which this process has chosen."""
 _LOG_CLASSES = (
     *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter", "logging.Filter"),
     *("logging.handlers", "colorlog", "grpo_lightning.console"),
@@ -53,10 +71,14 @@ def main() -> None:
     Raises:
         SystemExit: With 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
     """
-    survive_closed_pipes()
     faulthandler.enable()  # a crash in C code prints where it was
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # rewards of one's own lie there, as beside any script
+    if "--version" in sys.argv:
+        print(f"grpo-lightning {__version__}")
+        return
+    words = [word if word != "--help-all" else "--cfg=job" for word in sys.argv[1:]]
+    sys.argv[1:] = normalize_overrides(words)
     asked, unread = get_args_parser().parse_known_args()
     if unread:
         sys.exit(redact(_explain_unread(unread)))
@@ -65,9 +87,16 @@ def main() -> None:
     status = 1
     try:
         with signals.exiting():  # until a run listens itself, a signal has nothing to save
-            if not (asked.help or asked.hydra_help or asked.shell_completion or asked.info or asked.experimental_rerun):
-                _check_composition(asked)
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(_run_job)()
+            if asked.help or asked.hydra_help or asked.shell_completion or asked.info or asked.experimental_rerun:
+                cfg = None
+            else:
+                cfg = _check_composition(asked)
+            if cfg is not None and asked.cfg == "job" and asked.package is None:
+                print(_as_composed(asked), end="")
+            else:
+                if cfg is not None and asked.cfg is None and is_first_process():
+                    _take_directory(cfg)
+                hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(_run_job)()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -85,23 +114,56 @@ def _explain_unread(unread: Sequence[str]) -> str:
     return f"{single_line(unread[0])}: options such as -m must stand before all overrides, or behind them"
 
 
-def _check_composition(asked: argparse.Namespace) -> None:
+def _take_directory(cfg: DictConfig) -> None:
+    """Make a run directory that no other process has, where a time names it; a sweep has one of its own."""
+    if cfg.hydra.mode != RunMode.MULTIRUN and "${now:" in raw(cfg)["hydra"]["run"]["dir"]:
+        _taken.append(f"hydra.run.dir={quote_value(str(new_directory(cfg.hydra.run.dir)))}")
+        sys.argv.append(_taken[-1])
+
+
+def _as_composed(asked: argparse.Namespace) -> str:
+    """The settings as YAML: those of a run, in which what the command chooses wins over an experiment."""
+    with initialize_config_dir(_config_path(asked), version_base="1.3", job_name="train"):
+        cfg, _ = compose_config([*asked.overrides, *_search_paths(asked)], asked.config_name or "train")
+    if asked.resolve:
+        cfg.run_dir = "???"
+    return OmegaConf.to_yaml(cfg, resolve=asked.resolve)
+
+
+def _config_path(asked: argparse.Namespace) -> str:
+    return str(Path(asked.config_path).absolute()) if asked.config_path else str(CONF)
+
+
+def _search_paths(asked: argparse.Namespace) -> list[str]:
+    """--config-dir as an override."""
+    if not asked.config_dir:
+        return []
+    typed = [word for word in asked.overrides if word.startswith("hydra.searchpath=[")]
+    others = typed[-1].partition("=[")[2].removesuffix("]") if typed else ""
+    return [f"hydra.searchpath=['file://{Path(asked.config_dir).absolute()}'{',' if others else ''}{others}]"]
+
+
+def _check_composition(asked: argparse.Namespace) -> DictConfig:
     """Compose once before Hydra does, to exit with a sentence about what is wrong, or what Hydra may not build."""
-    directory = str(Path(asked.config_path).absolute()) if asked.config_path else str(CONF)
-    words = list(asked.overrides)
-    if asked.config_dir:
-        paths = [word for word in words if word.startswith("hydra.searchpath=[")]
-        others = paths[-1].partition("=[")[2].removesuffix("]") if paths else ""
-        words.append(f"hydra.searchpath=['file://{Path(asked.config_dir).absolute()}'{',' if others else ''}{others}]")
-    try:
-        with initialize_config_dir(directory, version_base="1.3", job_name="train"):
+
+    def load(overrides: list[str]) -> DictConfig:
+        with initialize_config_dir(_config_path(asked), version_base="1.3", job_name="train"):
             loader = GlobalHydra.instance().config_loader()
-            cfg = loader.load_configuration(
-                asked.config_name or "train", words, run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False
+            return loader.load_configuration(
+                asked.config_name or "train",
+                [*overrides, *_search_paths(asked)],
+                run_mode=RunMode.MULTIRUN,
+                validate_sweep_overrides=False,
             )
+
+    try:
+        cfg = load(asked.overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(redact(explain_compose_error(error, CONF, asked.overrides)))
-    is_sweep = asked.multirun or cfg.hydra.mode == RunMode.MULTIRUN
+        problems = compose_problems(error, CONF, asked.overrides, load)
+        sys.exit(redact("\n".join(problems)))
+    if asked.multirun:
+        cfg.hydra.mode = RunMode.MULTIRUN
+    is_sweep = cfg.hydra.mode == RunMode.MULTIRUN
     used, unused = ("hydra.sweep.dir", "hydra.run.dir") if is_sweep else ("hydra.run.dir", "hydra.sweep.dir")
     wrong = _hydra_target_problems(cfg)
     for key, _, value in (word.lstrip("+").partition("=") for word in asked.overrides):
@@ -110,6 +172,7 @@ def _check_composition(asked: argparse.Namespace) -> None:
             wrong.append(f"{key}={value}: it has no effect {mode}; use {format_override(used, value)}")
     if wrong:
         sys.exit(redact("the settings cannot work:\n" + "\n".join(f"  {problem}" for problem in wrong)))
+    return cfg
 
 
 def _hydra_target_problems(cfg: DictConfig) -> list[str]:
@@ -129,18 +192,23 @@ def _hydra_target_problems(cfg: DictConfig) -> list[str]:
     return wrong
 
 
-def _run_job(cfg: DictConfig) -> float:
+def _run_job(_: DictConfig) -> float:
     """One job: its settings are checked, and then it runs."""
     hydra_config: Any = HydraConfig.get()
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
     directory = Path(hydra_config.runtime.output_dir)
     words: Any = OmegaConf.to_container(hydra_config.overrides, resolve=False)
-    overrides = words["task"]
+    named = [word for word in words["hydra"] if word.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
+    is_named = any(word not in _taken for word in named)
+    overrides = words["task"] if is_sweep or not is_named else continued_overrides(words["task"], directory)
     gc.collect()  # what an earlier job of a sweep has left on the device
     try:
+        with explaining(overrides):
+            paths = [word for word in words["hydra"] if word.startswith("hydra.searchpath=")]
+            cfg, choices = compose_config([*paths, *overrides], hydra_config.job.config_name)
         before = sweep.find_job(directory, overrides) if is_sweep and cfg.mode == "fit" else None
         if before and (directory / "checkpoints" / "last.ckpt").exists():
-            OmegaConf.update(cfg, "checkpoint", "last")
+            cfg.checkpoint = "last"
         config = resolve_config(cfg)
         check_config(config)
         if before and sweep.is_finished(before, config["steps"]):
@@ -148,21 +216,21 @@ def _run_job(cfg: DictConfig) -> float:
         if before and before.status != "running":
             where = "from its last checkpoint" if config["checkpoint"] == "last" else "from its beginning"
             print_line(f"{directory}: {before.status}, goes on {where}")
-        choices = config_choices(hydra_config.runtime.choices, config)
         if is_first_process():
             if is_sweep and hydra_config.job.num > 0:  # Hydra says what it differs in from the first one
                 log_line(f"directory: {config['run_dir']}")
             else:
                 for line in start_banner(config, overrides, choices, describe_sizes(config)):
                     log_line(line)
+                for line in experiment_note(choices.get("experiment")):
+                    log_line(line)
             if cfg.trainer.get("precision") is None and config["trainer"]["precision"] == "bf16-mixed":
                 log_line("trainer.precision=bf16-mixed, the default on a GPU; 32-true computes in float32")
-        named = any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words["hydra"])
         run = build_run(
             cfg,
             overrides=overrides,
             choices=choices,
-            directory_given=named or before is not None,
+            directory_given=is_named or before is not None,
             multirun=is_sweep,
             on_start=lambda place: write_settings(cfg, overrides, place, hydra=hydra_config),
         )

@@ -5,9 +5,11 @@ imported before it is needed. It is not called ``compose``: that is the name of 
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -22,11 +24,17 @@ from hydra.utils import instantiate as hydra_instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_lightning.config import ConfigError, check_config, sandbox_problems
-from grpo_lightning.config.settings import each_target, explain_compose_error, leaves, value_at
-from grpo_lightning.config.targets import argument_problems, trusted_packages, with_targets
-from grpo_lightning.console import REDACTED, redact_config, redact_overrides, write_atomic
-from grpo_lightning.distributed.devices import default_precision
+from grpo_lightning.config import TOP, ConfigError, check_config, check_runtime
+from grpo_lightning.config.settings import (
+    compose_problems,
+    explain_compose_error,
+    leaves,
+    normalize_overrides,
+    value_at,
+)
+from grpo_lightning.config.targets import with_targets
+from grpo_lightning.console import REDACTED, print_line, redact_config, redact_overrides, wrap, write_atomic
+from grpo_lightning.distributed.devices import default_precision, is_first_process
 
 if TYPE_CHECKING:
     from grpo_lightning.environment import Environment
@@ -67,22 +75,17 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
     from grpo_lightning.object_overrides import object_overrides, placeholder
 
     given = object_overrides(parts, overrides)
-    words = [*given.overrides, *overrides]
+    words = [*given.overrides, *normalize_overrides(overrides)]
     named = [word for word in words if word.lstrip("+").startswith(("hydra.run.dir=", "run_dir="))]
     words = [word for word in words if word not in named]
+    directory = Path(run_dir or (named[-1].partition("=")[2] if named else new_directory()))
+    words = continued_overrides(words, directory)
     with composing(words):
-        cfg = hydra_compose("train", words, return_hydra_config=True)
-        choices = cfg.hydra.runtime.choices
-        OmegaConf.set_struct(cfg, False)
-        del cfg.hydra
-        directory = Path(run_dir or (named[-1].partition("=")[2] if named else _new_directory()))
+        cfg, choices = compose_config(words)
         cfg.run_dir = _literal(str(directory))
-        if "data.train" in given.objects:  # an experiment's settings of other data do not apply
-            rows, kept = hydra_compose("train", ["data=rows"]).data, raw(cfg.data)
-            cfg.data = {key: rows[key] if OmegaConf.is_dict(rows[key]) else kept[key] for key in rows}
         for name in given.replaced:
             cfg[name] = placeholder(name, given.objects[name], cfg[name])
-        if "reward" in parts:  # nor do those of rewards that are not there
+        if "reward" in parts:  # an experiment's settings of other rewards do not apply
             asked = {word.lstrip("+").split(".")[1] for word in overrides if word.lstrip("+").startswith("reward.")}
             for name in [name for name, node in cfg.reward.items() if "_target_" not in node and name not in asked]:
                 del cfg.reward[name]
@@ -94,19 +97,86 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
             cfg,
             objects=given.objects,
             explicit=[*words, *(f"{name}=" for name in parts)],
-            overrides=list(overrides),
+            overrides=[word for word in words if word not in given.overrides],
             directory_given=bool(run_dir or named),
-            choices={part: name for part, name in config_choices(choices, cfg).items() if part not in given.replaced},
+            choices={part: name for part, name in choices.items() if part not in given.replaced},
             on_start=lambda place: write_settings(cfg, words, place),
         )
 
 
-def config_choices(choices: Mapping[str, Any], cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Group of conf/ -> the name of its file, from those of Hydra; of rewards and loggers the names in the settings."""
-    named = {group: name for group, name in choices.items() if name and not group.startswith("hydra/")}
+_SIZES = {
+    "data": ("prompts_per_step", "validation_size", "max_prompt_length"),
+    "optimizer": ("lr", "betas", "weight_decay"),
+    "rollout": ("group_size", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop", "outcome"),
+    "schedule": ("warmup_steps",),
+}
+"""Part -> numbers of an experiment that stay, since they mean the same whichever of the part's files is chosen."""
+_CHOSEN_PARTS = ("policy", "advantage", "loss", "correction", "reference", "environment", *_SIZES)
+"""Groups of conf/ whose choice on the command line wins over what an experiment sets."""
+_OF_ALGORITHM = ("advantage", "loss", "reference", "rollout")
+
+
+def compose_config(words: Sequence[str], name: str = "train") -> tuple[DictConfig, dict[str, Any]]:
+    """Compose settings: overrides win over the parts that they choose, and those over an experiment.
+
+    Args:
+        words: Overrides, also of groups.
+        name: Of the file that is composed.
+
+    Returns:
+        The settings, and group of conf/ -> name of its chosen file, or names.
+    """
+    typed, words = {word.partition("=")[0] for word in words}, [*words]
+    chosen = [part for part in _CHOSEN_PARTS if part in typed or ("algorithm" in typed and part in _OF_ALGORITHM)]
+    if "experiment" not in typed or not chosen:
+        cfg = hydra_compose(name, words, return_hydra_config=True)
+    else:
+        choices = tuple(f"{group}=" for group in (*_CHOSEN_PARTS, "algorithm", "reward", "module"))
+        below = tuple(f"{part}." for part in chosen)
+        kept = [word for word in words if word.startswith(("hydra.", *choices)) or word.lstrip("+~").startswith(below)]
+        plain = hydra_compose(name, kept, return_hydra_config=True)
+        words += [f"{part}={plain.hydra.runtime.choices[part]}" for part in chosen if part not in typed]
+        cfg = hydra_compose(name, words, return_hydra_config=True)
+        for part in chosen:
+            OmegaConf.update(cfg, part, _chosen_over_preset(raw(plain)[part], raw(cfg)[part], part), merge=False)
+    groups = cfg.hydra.runtime.choices
+    OmegaConf.set_struct(cfg, False)
+    del cfg.hydra
+    named = {group: name for group, name in groups.items() if name and not group.startswith("hydra/")}
     for group in ("reward", "logger"):
         named[group] = [str(name) for name in cfg.get(group) or () if name not in ("_target_", "name")]
-    return named
+    return cfg, named
+
+
+def _chosen_over_preset(chosen: Any, preset: Any, part: str) -> Any:
+    """The settings of a chosen part, with an experiment's values of what the choice leaves open, and its sizes."""
+    if not isinstance(chosen, dict) or not isinstance(preset, dict):
+        return chosen
+    result = dict(chosen)
+    for key in chosen.keys() & preset.keys():
+        if chosen[key] in (None, "???") or key in _SIZES.get(part, ()):
+            result[key] = preset[key]
+        elif isinstance(chosen[key], dict):
+            result[key] = _chosen_over_preset(chosen[key], preset[key], "")
+    return result
+
+
+def continued_overrides(words: Sequence[str], directory: Path) -> list[str]:
+    """Overrides that continue the run in a directory: with checkpoint=last its own, where ``words`` leave them.
+
+    ``~KEY`` takes back what the run has added by ``+KEY=``.
+    """
+    if "checkpoint=last" not in words or not (directory / ".hydra" / "overrides.yaml").exists():
+        return [*words]
+
+    def key(word: str) -> str:
+        return word.lstrip("+~").partition("=")[0]
+
+    typed = {key(word) for word in words}
+    recorded = [word for word in _run_overrides(directory) if _still_holds(word, words)]
+    added = {key(word) for word in recorded if word.startswith("+")}
+    words = [word for word in words if not (word.startswith("~") and key(word) in added)]
+    return [*(word for word in recorded if key(word) not in typed), *words]
 
 
 @contextlib.contextmanager
@@ -119,17 +189,27 @@ def composing(words: Sequence[str]) -> Iterator[None]:
     state = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with initialize_config_dir(str(CONF), version_base="1.3"), explaining(words):
             yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([explain_compose_error(error, CONF, words)]) from error
     finally:
         GlobalHydra.instance().hydra = state
 
 
+@contextlib.contextmanager
+def explaining(words: Sequence[str], name: str = "train") -> Iterator[None]:
+    """Raise `ConfigError` where overrides cannot be composed inside."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        again = lambda left: hydra_compose(name, left)  # noqa: E731
+        raise ConfigError(compose_problems(error, CONF, words, again)) from error
+
+
 def part(name: str, **_: Any) -> Any:
     """The object of that name; what settings hold in its place, beside settings that others refer to."""
-    return _objects.get()[name]
+    if name not in (objects := _objects.get({})):
+        raise ValueError(f"{name} is an object of the program that began this run: compose({name.partition('.')[0]}=…)")
+    return objects[name]
 
 
 def resolve_config(cfg: DictConfig) -> dict[str, Any]:
@@ -142,6 +222,8 @@ def resolve_config(cfg: DictConfig) -> dict[str, Any]:
         config: Any = with_targets(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise ConfigError([explain_compose_error(error, CONF)]) from error
+    references = {name for _, text in leaves(raw(cfg)) for name in re.findall(r"\$\{(\w+)", str(text))}
+    config = {key: value for key, value in config.items() if key in TOP or key not in references}
     trainer = config.get("trainer")
     if isinstance(trainer, dict) and trainer.get("precision", "") is None:
         trainer["precision"] = default_precision(trainer)
@@ -167,6 +249,8 @@ def build_run(
         for key, value in policy_settings(named, chosen, lambda key: _select(cfg, key)).items():
             OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     config = resolve_config(cfg)
+    if "grpo_lightning.run" not in sys.modules and is_first_process():
+        print_line("loading PyTorch and Lightning")
     from grpo_lightning.run import Run
 
     def build(name: str, **more: Any) -> Any:
@@ -196,12 +280,8 @@ def _with_environment(module: Mapping[str, Any], environment: "Environment") -> 
     if "reply_role" in policy:
         policy["reply_role"] = environment.reply_role or policy["reply_role"] or "user"
     if environment.tools and "template_kwargs" in policy:
-        kwargs = policy["template_kwargs"] or {}
-        if kwargs.get("tools") is not None:
-            raise ValueError(
-                f"policy.template_kwargs.tools: environment {environment.name} has tools; leave them out here"
-            )
-        policy["template_kwargs"] = {**kwargs, "tools": {"_target_": f"{__name__}.part", "name": _TOOLS}}
+        tools = {"_target_": f"{__name__}.part", "name": _TOOLS}
+        policy["template_kwargs"] = {**(policy["template_kwargs"] or {}), "tools": tools}
     return {**module, "policy": policy}
 
 
@@ -234,28 +314,22 @@ def _with_env_references(node: Any, config: Any) -> Any:
     """Resolved settings, in which texts that are ``${oc.env:NAME}`` in ``node`` stay so, also in copies of them."""
     references = [(key, text) for key, text in leaves(node) if isinstance(text, str) and "oc.env" in text]
     texts = {value: text for key, text in references if isinstance(value := value_at(config, key), str) and value}
+    return _map_texts(config, lambda text: texts.get(text, text)) if texts else config
 
-    def replaced(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: replaced(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [replaced(item) for item in value]
-        return texts.get(value, value) if isinstance(value, str) else value
 
-    return replaced(config) if texts else config
+def _map_texts(node: Any, change: Callable[[str], str]) -> Any:
+    """Nested settings with every text changed."""
+    if isinstance(node, dict):
+        return {key: _map_texts(value, change) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_map_texts(value, change) for value in node]
+    return change(node) if isinstance(node, str) else node
 
 
 def instantiate(node: Any, **options: Any) -> Any:
     """What resolved settings describe: a text with ``${`` in it is read as it stands."""
-
-    def escaped(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: escaped(value) for key, value in node.items()}
-        if isinstance(node, list):
-            return [escaped(value) for value in node]
-        return _literal(_literal(node)) if isinstance(node, str) else node  # Hydra resolves what it has resolved
-
-    return hydra_instantiate(escaped(node), _convert_="all", **options)
+    escaped = _map_texts(node, lambda text: _literal(_literal(text)))  # Hydra resolves what it has resolved
+    return hydra_instantiate(escaped, _convert_="all", **options)
 
 
 def _literal(text: str) -> str:
@@ -285,20 +359,35 @@ def _cause(error: InstantiationException, name: str) -> Exception:
     return ValueError(f"{name}: {type(cause).__name__}: {cause}") if cause is not None else error
 
 
-def _new_directory() -> Path:
-    """``runs/DATE/TIME``, as on the command line; with a number where it is taken.
+def new_directory(name: str | None = None) -> Path:
+    """Make a new directory, with a number where the name is taken.
 
     A process that Lightning starts runs the program again, and takes the directories that the first one has chosen.
+
+    Args:
+        name: Of the directory; None: ``runs/DATE/TIME``.
     """
     chosen = os.environ.get(_DIRECTORIES, "").split(os.pathsep)
     if os.environ.get("LOCAL_RANK", "0") != "0" and len(_directories) < len(chosen) and chosen[0]:
         _directories.append(chosen[len(_directories)])
         return Path(_directories[-1])
-    time = datetime.now().strftime("runs/%Y-%m-%d/%H-%M-%S")
-    names = (f"{time}-{number}" if number else time for number in range(1000))
-    _directories.append(next(name for name in names if not Path(name).exists() and name not in _directories))
+    name = name or datetime.now().strftime("runs/%Y-%m-%d/%H-%M-%S")
+    for number in range(1000):
+        directory = Path(f"{name}-{number}" if number else name)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(parents=True)
+            break
+    _directories.append(str(directory))
     os.environ[_DIRECTORIES] = os.pathsep.join(_directories)
-    return Path(_directories[-1])
+    return directory
+
+
+def experiment_note(name: str | None) -> list[str]:
+    """What an experiment is, by the first sentence of its file, in lines."""
+    file = CONF / "experiment" / f"{name}.yaml"
+    lines = file.read_text("utf-8").splitlines()[1:] if file.exists() else []
+    text = " ".join(line[2:] for line in itertools.takewhile(lambda line: line.strip("# "), lines))
+    return wrap(f"experiment: {text}") if text else []
 
 
 def write_settings(
@@ -314,6 +403,9 @@ def write_settings(
         pages["hydra"] = redact_config({"hydra": own})
     for name, page in pages.items():
         write_atomic(place / f"{name}.yaml", OmegaConf.to_yaml(OmegaConf.create(page)))
+
+
+_NOT_REPLAYED = ("callbacks", "logger", "trainer")
 
 
 def load_run_config(
@@ -333,15 +425,13 @@ def load_run_config(
         ConfigError: The settings cannot work.
         ValueError: The directory does not say how its run was set.
     """
-    words = [*(word for word in _run_overrides(directory) if _still_holds(word, overrides)), *overrides]
+    recorded = [word for word in _run_overrides(directory) if not word.startswith(_NOT_REPLAYED)]
+    words = [*(word for word in recorded if _still_holds(word, overrides)), *overrides]
     with composing(words):
-        cfg = hydra_compose("train", words)
+        cfg, _ = compose_config(words)
         config = {name: _select(cfg, name, throw_on_missing=True) for name in (*parts, "trusted")}
     check_config(config)
-    trusted = trusted_packages(config)
-    problems = [problem for key, node in each_target(config) for problem in argument_problems(node, key, trusted)]
-    if problems := [*problems, *sandbox_problems(config)]:
-        raise ConfigError(problems)
+    check_runtime(config)
 
     def build(key: str, node: Any) -> Any:
         try:
@@ -354,7 +444,7 @@ def load_run_config(
 
 def _still_holds(word: str, overrides: Sequence[str]) -> bool:
     """Whether an override of the run applies beside new ones: a part that is chosen anew begins afresh."""
-    if REDACTED in word or word.startswith(("callbacks", "logger", "trainer", "sweep", "mode=", "checkpoint=")):
+    if REDACTED in word or word.startswith(("sweep", "mode=", "checkpoint=")):
         return False
     key = word.lstrip("+~").partition("=")[0].split(".")
     for part, _, choice in (override.partition("=") for override in overrides):

@@ -4,7 +4,6 @@ Secret are the values of keys that are named so (``token``, ``api_key``, ``passw
 keys of well-known services.
 """
 
-import errno
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from grpo_lightning import __version__
 
@@ -129,8 +128,9 @@ def wrap(text: str) -> list[str]:
 
 
 def print_line(line: str) -> None:
-    """Print a line to stderr."""
-    print(redact(escape_control(line)), file=sys.stderr, flush=True)
+    """Print a line to stderr, if anybody reads it: a run outlives ``2>&1 | head``."""
+    with suppress(BrokenPipeError):
+        print(redact(escape_control(line)), file=sys.stderr, flush=True)
 
 
 def log_line(line: str) -> None:
@@ -176,49 +176,6 @@ class TerminalHandler(logging.StreamHandler[Any]):
             record = logging.makeLogRecord(vars(record) | {"exc_info": None, "exc_text": None, "stack_info": None})
         if not getattr(record, "printed", False):
             super().emit(record)
-
-
-class PipeSafeStream:
-    """A stream that outlives its reader: what is printed after ``| head -2`` has ended goes nowhere.
-
-    Args:
-        stream: The stream, such as ``sys.stdout``; everything but writing is its own.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write ``text``, or nothing if nobody reads any more."""
-        with self._survive():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Hand over what was written, if anybody reads it."""
-        with self._survive():
-            self._stream.flush()
-
-    @contextmanager
-    def _survive(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
-            with Path(os.devnull).open("w") as null:
-                os.dup2(null.fileno(), self._stream.fileno())  # also for what libraries write, and for the last flush
-
-
-def survive_closed_pipes() -> None:
-    """Make ``sys.stdout`` and ``sys.stderr`` of this process `PipeSafeStream`."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, PipeSafeStream):
-            setattr(sys, name, PipeSafeStream(stream))
 
 
 @contextmanager

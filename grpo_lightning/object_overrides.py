@@ -2,32 +2,31 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning import Callback, Trainer
-from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from torch import nn
 
 from grpo_lightning.config.rules import LIVE
-from grpo_lightning.config.settings import quote_value
+from grpo_lightning.config.settings import quote_value, translate_key
 from grpo_lightning.data import PromptData
 from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reference import of_model
 from grpo_lightning.reward import RewardSpec
 
-_WHOLE = ("advantage", "loss", "rollout", "sampler", "validation", "optimizer", "schedule", "correction", "trainer")
+_REPLACED = ("advantage", "loss", "rollout", "sampler", "validation", "optimizer", "schedule", "correction", "trainer")
 """Parts of which an object is what their settings would build."""
+_PARTS = ("reward", "policy", "data", "environment", "reference", "callbacks", "logger", *_REPLACED)
 _FILES = (".jsonl", ".json-lines", ".ndjson", ".parquet")
 
 
 @dataclass(frozen=True)
 class ObjectOverrides:
-    """What objects amount to in settings."""
+    """What objects amount to in settings; methods are named by the part that they take an object for."""
 
     overrides: list[str] = field(default_factory=list)
     """To be applied before those of the user."""
@@ -38,12 +37,8 @@ class ObjectOverrides:
 
     def replace(self, name: str, value: Any) -> None:
         """Let an object stand for a whole part."""
-        if isinstance(value, str):
-            raise ValueError(f"{name}={value!r:.80}: needs an object; the text {f'{name}={value}'!r:.80} is a choice")
-        if name == "trainer" and not isinstance(value, Trainer):
-            raise _unfit(name, value, "a lightning.Trainer; trainer.KEY=VALUE as a text is a setting")
-        if name in ("advantage", "optimizer", "schedule") and not callable(value):
-            raise _unfit(name, value, "a function, as the _target_ of its settings is")
+        if isinstance(value, str | int | float | Mapping):
+            raise _unfit(name, value, f"an object; settings are texts, such as '{name}=NAME' and '{name}.KEY=VALUE'")
         self.replaced.append(name)
         self.objects[name] = value
 
@@ -51,6 +46,89 @@ class ObjectOverrides:
         """Add an object under a new key of a part."""
         self.overrides.append(f"+{key}={{_target_: {LIVE}, name: {key}}}")
         self.objects[key] = value
+
+    def policy(self, value: Any) -> None:
+        """A `Policy`, a path, a module, or a model with its tokenizer."""
+        if isinstance(value, Policy):
+            return self.replace("policy", value)
+        if isinstance(value, str | Path):
+            self.overrides.extend(["policy=hf", f"policy.path={quote_value(str(value))}"])
+            return None
+        model, tokenizer = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        if not isinstance(model, nn.Module):
+            raise _unfit("policy", value, "(model, tokenizer), a module whose forward(ids) gives logits, or a path")
+        is_hf = hasattr(model, "generation_config")
+        if is_hf and tokenizer is None:
+            raise ValueError("policy: a transformers model needs its tokenizer; hand over (model, tokenizer)")
+        self.overrides.append(f"policy={'live' if is_hf else 'plain'}")
+        self.objects.update({"policy.model": model, "policy.tokenizer": tokenizer})
+        return None
+
+    def reward(self, value: Any, listed: str) -> None:
+        """Functions and `RewardSpec` by name, beside those that the user's ``reward=[…]`` lists."""
+        if callable(value):
+            name = getattr(value, "__name__", "reward")
+            value = {name if name.isidentifier() else "reward": value}
+        if not isinstance(value, Mapping) or not value:
+            raise _unfit("reward", value, "a function or a mapping from names to functions")
+        if not listed:
+            self.overrides.append("reward=[]")
+        for name, reward in value.items():
+            if not str(name).isidentifier() or name in re.findall(r"\w+", listed.removeprefix("reward=")):
+                raise ValueError(f"reward[{name!r}]: a name needs to be like that of a variable, and not in {listed!r}")
+            if isinstance(reward, RewardSpec):
+                self.add(f"reward.{name}", reward)
+            elif callable(reward):
+                self.overrides.extend([f"+reward@reward.{name}=live", f"reward.{name}.function.name=reward.{name}"])
+                self.objects[f"reward.{name}"] = reward
+            else:
+                raise _unfit(f"reward[{name!r}]", reward, "a function or a RewardSpec")
+
+    def environment(self, value: Any) -> None:
+        """An `Environment`, its function, or None."""
+        if callable(value) and not isinstance(value, Environment):
+            self.overrides.append("environment=live")
+            self.objects["environment.function"] = value
+        elif value is None or isinstance(value, Environment):
+            self.replace("environment", value)
+        else:
+            raise _unfit("environment", value, "a function, a generator function, an Environment or None")
+
+    def data(self, value: Any) -> None:
+        """A `PromptData`, a path, or rows: of training, or by split."""
+        if isinstance(value, PromptData):
+            self.replace("data", value)
+        elif isinstance(value, str | Path):
+            kind = "jsonl" if Path(value).suffix in _FILES else "hub"
+            self.overrides.extend([f"data={kind}", f"data.path={quote_value(str(value))}"])
+        else:
+            named = value if isinstance(value, Mapping) else {"train": value}
+            splits = {name: _rows(rows) for name, rows in named.items()}
+            if "train" not in splits or not splits.keys() <= {"train", "validation"} or None in splits.values():
+                forms = "rows, a data set, a path, a PromptData, or a mapping with train and, if wanted, validation"
+                raise _unfit("data", value, forms)
+            self.overrides.append("data=rows")
+            self.objects.update({f"data.{name}": splits.get(name) for name in ("train", "validation")})
+
+    def reference(self, value: Any) -> None:
+        """A model becomes what ``reference`` settings build: a function of the policy."""
+        if isinstance(value, nn.Module):
+            self.replace("reference", lambda policy: value if isinstance(value, Policy) else of_model(policy, value))
+        else:
+            self.replace("reference", value)
+
+    def callbacks(self, value: Any) -> None:
+        """Lightning's callbacks, beside those of the settings."""
+        for name, callback in _by_name(value).items():
+            self.add(f"callbacks.{name}", callback)
+
+    def logger(self, value: Any) -> None:
+        """Lightning's loggers and names of conf/logger, in place of those of the settings; False: none."""
+        loggers = _by_name([] if value is None or value is False else value)
+        self.overrides.append(f"logger=[{','.join(name for name in loggers.values() if isinstance(name, str))}]")
+        for name, logger in loggers.items():
+            if not isinstance(logger, str):
+                self.add(f"logger.{name}", logger)
 
 
 def object_overrides(parts: Mapping[str, Any], overrides: Sequence[str]) -> ObjectOverrides:
@@ -66,19 +144,16 @@ def object_overrides(parts: Mapping[str, Any], overrides: Sequence[str]) -> Obje
     for word in overrides:
         if not isinstance(word, str):
             raise ValueError(f"{word!r:.80}: an override needs to be a text, such as 'steps=20'")
-    if unknown := parts.keys() - {*_ADD, *_WHOLE, "reward"}:
-        raise ValueError(
-            f"{', '.join(sorted(unknown))}: no such part; there are {', '.join(('reward', *_ADD, *_WHOLE))}; anything "
-            "else is set by a text, as in compose('steps=20')"
-        )
+    if unknown := sorted(parts.keys() - {*_PARTS}):
+        raise ValueError("\n".join(_unknown_part(name, parts[name]) for name in unknown))
     result = ObjectOverrides()
     for name, value in parts.items():
         if name == "reward":
-            _reward(result, value, "".join(word for word in overrides if word.startswith("reward=")))
-        elif name in _ADD:
-            _ADD[name](result, value)
-        else:
+            result.reward(value, "".join(word for word in overrides if word.startswith("reward=")))
+        elif name in _REPLACED:
             result.replace(name, value)
+        else:
+            getattr(result, name)(value)
         taken = tuple(f"{name}{sign}" for sign in ("=.@" if name in result.replaced else "=@"))
         changed = [word for word in overrides if word.lstrip("+~").startswith(taken)]
         if changed and name not in ("reward", "callbacks"):
@@ -86,72 +161,30 @@ def object_overrides(parts: Mapping[str, Any], overrides: Sequence[str]) -> Obje
     return result
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("reward_fn", "reward_funcs", "reward_function", "rewards", "reward_model"), "reward=FUNCTION"),
+    **dict.fromkeys(("tokenizer", "processing_class"), "policy=(MODEL, TOKENIZER)"),
+    **dict.fromkeys(("model", "policy_model", "actor"), "policy=MODEL, or policy=(MODEL, TOKENIZER)"),
+    **dict.fromkeys(("ref_model", "ref_policy", "reference_model"), "reference=MODEL"),
+    **dict.fromkeys(("dataset", "train_dataset", "prompts"), "data=ROWS"),
+    **dict.fromkeys(("eval_dataset", "validation"), "data={'train': ROWS, 'validation': ROWS}"),
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "schedule=FUNCTION"),
+    **dict.fromkeys(("args", "config"), "texts, one for each setting"),
+}
+"""What other programs call a part -> what `compose` takes for it."""
+
+
+def _unknown_part(name: str, value: Any) -> str:
+    if name in _ELSEWHERE:
+        return f"{name}: no such part; compose({_ELSEWHERE[name]})"
+    text = f"{name}={quote_value(str(value))}"
+    if ours := translate_key(name, quote_value(str(value))):
+        return f"{text}: {ours}, as a text: compose('KEY=VALUE')"
+    return f"{name}: no such part; there are {', '.join(_PARTS)}; anything else is a text, such as compose({text!r})"
+
+
 def _unfit(name: str, value: Any, needed: str) -> ValueError:
     return ValueError(f"{name}={value!r:.80}: needs {needed}")
-
-
-def _policy(result: ObjectOverrides, value: Any) -> None:
-    if isinstance(value, Policy):
-        result.replace("policy", value)
-    elif isinstance(value, str | Path):
-        result.overrides.extend(["policy=hf", f"policy.path={quote_value(str(value))}"])
-    else:
-        model, tokenizer = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
-        if not isinstance(model, nn.Module):
-            forms = "a module whose forward(ids) gives logits, a path or name on the hub, or a Policy"
-            raise _unfit("policy", value, f"(model, tokenizer), {forms}")
-        is_hf = hasattr(model, "generation_config")
-        if is_hf and tokenizer is None:
-            raise ValueError("policy: a transformers model needs its tokenizer; hand over (model, tokenizer)")
-        result.overrides.append(f"policy={'live' if is_hf else 'plain'}")
-        result.objects.update({"policy.model": model, "policy.tokenizer": tokenizer})
-
-
-def _reward(result: ObjectOverrides, value: Any, listed: str) -> None:
-    """Functions and `RewardSpec` by name, beside those that the user's ``reward=[…]`` lists."""
-    if callable(value):
-        name = getattr(value, "__name__", "reward")
-        value = {name if name.isidentifier() else "reward": value}
-    if not isinstance(value, Mapping) or not value:
-        raise _unfit("reward", value, "a function or a mapping from names to functions")
-    if not listed:
-        result.overrides.append("reward=[]")
-    for name, reward in value.items():
-        if not str(name).isidentifier() or name in re.findall(r"\w+", listed.removeprefix("reward=")):
-            raise ValueError(f"reward[{name!r}]: a name needs to be like that of a variable, and not in {listed!r}")
-        if isinstance(reward, RewardSpec):
-            result.add(f"reward.{name}", reward)
-        elif callable(reward):
-            result.overrides.extend([f"+reward@reward.{name}=live", f"reward.{name}.function.name=reward.{name}"])
-            result.objects[f"reward.{name}"] = reward
-        else:
-            raise _unfit(f"reward[{name!r}]", reward, "a function or a RewardSpec")
-
-
-def _environment(result: ObjectOverrides, value: Any) -> None:
-    if value is None or isinstance(value, Environment):
-        result.replace("environment", value)
-    elif callable(value):
-        result.overrides.append("environment=live")
-        result.objects["environment.function"] = value
-    else:
-        raise _unfit("environment", value, "a function, a generator function, an Environment or None")
-
-
-def _data(result: ObjectOverrides, value: Any) -> None:
-    if isinstance(value, PromptData):
-        result.replace("data", value)
-    elif isinstance(value, str | Path):
-        kind = "jsonl" if Path(value).suffix in _FILES else "hub"
-        result.overrides.extend([f"data={kind}", f"data.path={quote_value(str(value))}"])
-    else:
-        named = value if isinstance(value, Mapping) else {"train": value}
-        splits = {name: _rows(rows) for name, rows in named.items()}
-        if "train" not in splits or not splits.keys() <= {"train", "validation"} or None in splits.values():
-            forms = "a path, a PromptData, or a mapping with train and, if wanted, validation"
-            raise _unfit("data", value, f"rows, a data set, {forms}")
-        result.overrides.append("data=rows")
-        result.objects.update({f"data.{name}": splits.get(name) for name in ("train", "validation")})
 
 
 def _rows(rows: Any) -> Any:
@@ -162,46 +195,11 @@ def _rows(rows: Any) -> Any:
     return rows if is_sequence else None
 
 
-def _callbacks(result: ObjectOverrides, value: Any) -> None:
-    for name, callback in _by_name(value).items():
-        if not isinstance(callback, Callback):
-            raise _unfit(f"callbacks[{name!r}]", callback, "a Lightning callback")
-        result.add(f"callbacks.{name}", callback)
-
-
-def _loggers(result: ObjectOverrides, value: Any) -> None:
-    loggers = _by_name([] if value is None or value is False else value)
-    result.overrides.append(f"logger=[{','.join(name for name in loggers.values() if isinstance(name, str))}]")
-    for name, logger in loggers.items():
-        if isinstance(logger, Logger):
-            result.add(f"logger.{name}", logger)
-        elif not isinstance(logger, str):
-            raise _unfit("logger", logger, "a Lightning logger, a name such as csv, or False")
-
-
 def _by_name(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     listed = value if isinstance(value, list | tuple) else [value]
     return {f"{type(item).__name__.lower()}_{number}": item for number, item in enumerate(listed)}
-
-
-def _reference(result: ObjectOverrides, value: Any) -> None:
-    """A model becomes what ``reference`` settings build: a function of the policy."""
-    is_model = isinstance(value, nn.Module)
-    function = (lambda policy: value if isinstance(value, Policy) else of_model(policy, value)) if is_model else value
-    result.replace("reference", function)
-
-
-_ADD: dict[str, Callable[[ObjectOverrides, Any], None]] = {
-    "policy": _policy,
-    "data": _data,
-    "environment": _environment,
-    "reference": _reference,
-    "callbacks": _callbacks,
-    "logger": _loggers,
-}
-"""Part -> what takes an object for it."""
 
 
 def placeholder(name: str, value: Any, node: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo_lightning import recording
 from grpo_lightning.composition import load_run_config
-from grpo_lightning.console import describe_error, log_line, redact_config, single_line, survive_closed_pipes
+from grpo_lightning.console import describe_error, log_line, redact_config, single_line
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.recording import RecordedRollout, from_lines
 from grpo_lightning.reward import RewardSpec
@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Overrides are those of train.py, such as reward=[accuracy,length] or algorithm=dr_grpo. Without any, the logged
     values come out again.
     """
-    survive_closed_pipes()
     parser = argparse.ArgumentParser(prog="python -m grpo_lightning.replay", description=main.__doc__)
     parser.add_argument("directory", type=Path, help="of a run, which has rollouts/ and .hydra/")
     parser.add_argument("overrides", nargs="*", help="settings that differ from the run's")

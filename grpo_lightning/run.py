@@ -23,6 +23,7 @@ from grpo_lightning.checkpoint import lock, resume
 from grpo_lightning.checkpoint.policy import check_weights, load_checkpoint
 from grpo_lightning.checkpoint.resume import resume_command
 from grpo_lightning.config import check_config, check_runtime, config_warnings
+from grpo_lightning.config.settings import value_at
 from grpo_lightning.console import (
     describe_error,
     end_banner,
@@ -85,6 +86,7 @@ class Run:
     def data(self) -> PromptData:
         """The prompts, as a ``LightningDataModule``: rewards and the environment can be called with its columns."""
         lightning.seed_everything(self.config["seed"], workers=True, verbose=False)
+        self._announce("data")
         data: PromptData = self.build("data")
         data.load()
         check_columns(self.build("reward"), self.build("environment"), data.columns)
@@ -94,6 +96,7 @@ class Run:
     def module(self) -> StepModule:
         """The ``LightningModule``, whose policy knows how long prompts are: those of `data` that fit remain."""
         data = self.data
+        self._announce("policy")
         facts = {"overrides": redact_overrides(self.overrides), "choices": dict(self.choices)}
         module: StepModule = self.build("module", settings=redact_config(self.written or self.config) | facts)
         data.follow(lambda: module.completed_steps)
@@ -202,6 +205,12 @@ class Run:
         if self.config["mode"] in ("fit", "validate"):
             log.warning("sweep_metric=%s was not measured; there are %s", name, single_line(", ".join(self.metrics)))
         return -sys.float_info.max
+
+    def _announce(self, part: str) -> None:
+        """Say what is loaded now, as that may take long."""
+        if is_first_process():
+            name, path = self.choices.get(part, "an object"), value_at(self.config, f"{part}.path")
+            log_line(f"loading {part}: {name}{f', {path}' if path else ''}")
 
     def _resumed_config(self) -> dict[str, Any]:
         """The settings; once this object has trained, those that continue from its last checkpoint."""

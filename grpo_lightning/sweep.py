@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,8 +22,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_lightning.config.settings import format_override
 from grpo_lightning.console import print_line, redact, redact_overrides, single_line, write_atomic, write_summary
-from grpo_lightning.report import SWEEP_FILE, RunRecord, find_runs, read_run
-from grpo_lightning.report.table import sweep_table
+
+if TYPE_CHECKING:
+    from grpo_lightning.report import RunRecord
 
 _MAY_CHANGE = ("steps=", "checkpoint=", "tags=", "task_name=")
 """Overrides of a job that another start of it may have otherwise."""
@@ -39,6 +40,8 @@ class SweepRecorder(Callback):
     """Hydra callback that writes, when a sweep begins, which jobs it has."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        from grpo_lightning.report import SWEEP_FILE
+
         if config.mode != "fit":
             return
         directory = Path(config.hydra.sweep.dir)
@@ -81,12 +84,14 @@ def job_overrides(config: DictConfig) -> list[list[str]] | None:
     return [redact_overrides(filter_overrides(job)) for job in batch]
 
 
-def find_job(directory: Path, overrides: Sequence[str]) -> RunRecord | None:
+def find_job(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":
     """What an earlier start of a sweep has left of a job in its directory; None if nothing.
 
     Raises:
         ValueError: The directory holds a job of other settings.
     """
+    from grpo_lightning.report import read_run
+
     if not any((directory / name).exists() for name in (".hydra/overrides.yaml", "summary.json")):
         return None
 
@@ -102,13 +107,13 @@ def find_job(directory: Path, overrides: Sequence[str]) -> RunRecord | None:
     return record
 
 
-def is_finished(record: RunRecord, steps: int) -> bool:
+def is_finished(record: "RunRecord", steps: int) -> bool:
     """Whether a job has made its ``steps``, or a callback has ended it."""
     made = record.summary.get("steps")
     return record.status == "stopped" or (record.status == "finished" and isinstance(made, int) and made >= steps)
 
 
-def skip(record: RunRecord, metric: str) -> float:
+def skip(record: "RunRecord", metric: str) -> float:
     """Leave a finished job alone; returns its ``metric``, which the sweep maximizes, or the smallest float there is."""
     print_line(f"{record.directory}: finished already, nothing to do")
     value = record.summary.get("metrics", {}).get(metric)
@@ -126,6 +131,9 @@ def print_table(status: int) -> int:
     """Print the table of the sweep that this process has made, if any; returns 1 for status 0 if a job has failed."""
     if not _started or os.environ.get("LOCAL_RANK", "0") != "0":
         return status
+    from grpo_lightning.report import find_runs
+    from grpo_lightning.report.table import sweep_table
+
     directory, metric = _started.pop()
     page = directory / "multirun.yaml"
     if page.exists():  # Hydra's, with secrets

@@ -1,5 +1,6 @@
 """Every choice of every group composes and fits its target; presets and recipes have their published numbers."""
 
+import itertools
 import json
 import math
 import re
@@ -7,15 +8,17 @@ import shlex
 
 import datasets
 import pytest
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lightning.config import check_config
 from grpo_lightning.config.settings import value_at
 from grpo_lightning.run import Run
 from tests.support.checkpoints import write_checkpoint, write_reward_model
-from tests.support.composed import CONF, ROOT, build, composed, with_directories
+from tests.support.composed import CONF, ROOT, build, composed, settings, with_directories
 from tests.test_readme import FENCE
 
+PARTS_CHOSEN = ("algorithm", "policy")
 NEEDS = {
     "policy=hf": ["policy.path=some/model"],
     "reference=another_model": ["reference.path=some/model"],
@@ -157,13 +160,48 @@ def test_the_commands_in_the_headers_work(tmp_path, monkeypatch):
         check_config(with_directories(composed(*arguments), tmp_path))
 
 
+def leaves_of(node, key=""):
+    """Dotted key -> value, without what a file leaves open."""
+    if isinstance(node, dict):
+        return {k: v for name, value in node.items() for k, v in leaves_of(value, f"{key}.{name}").items()}
+    return {} if node in (None, "???") else {key: node}
+
+
+def test_what_a_command_chooses_wins_over_an_experiment():
+    def raw(*words):
+        return OmegaConf.to_container(settings(*words), resolve=False)
+
+    algorithms, policies = (sorted(path.stem for path in (CONF / part).glob("*.yaml")) for part in PARTS_CHOSEN)
+    policies.remove("base")
+    for algorithm, policy in zip(algorithms, itertools.cycle(policies)):
+        choices = (f"algorithm={algorithm}", f"policy={policy}")
+        alone = raw(*choices)
+        for path in sorted((CONF / "experiment").glob("*.yaml")):
+            config = raw(*choices, f"experiment={path.stem}")
+            for part in ("loss", "advantage", "reference", "policy"):
+                own, found = leaves_of(alone[part]), leaves_of(config[part])
+                assert {key: found.get(key) for key in own} == own, (path.stem, *choices, part)
+                assert found.keys() - own.keys() <= {".system_prompt", ".path"}, (path.stem, *choices, part)
+            for key in ("_target_", "group_filter", "max_tries"):
+                assert config["rollout"][key] == alone["rollout"][key], (path.stem, algorithm, key)
+
+
 def test_who_wins():
-    """The command line over a recipe, a recipe over the sizes that a policy sets, an algorithm over nothing of both."""
-    config = composed("experiment=grpo_guide", "policy=gpt2")
+    """Keys of the command over parts that it chooses, those over an experiment, and that over the sizes of a policy."""
+    config = composed("experiment=deepseekmath", "policy=qwen2_5_1_5b")
+    assert (config["policy"]["path"], config["rollout"]["group_size"]) == ("Qwen/Qwen2.5-1.5B-Instruct", 64)
+    assert composed("experiment=open_r1", "algorithm=reinforce_pp")["advantage"]["_target_"].endswith("batch_whitened")
+    config = composed("experiment=grpo_guide", "algorithm=gspo", "loss.surrogate.epsilon_low=0.1")
+    bounds = [config["loss"]["surrogate"][key] for key in ("epsilon_low", "epsilon_high")]
+    assert (bounds, config["loss"]["kl_coef"], config["module"]["ppo_epochs"]) == ([0.1, 4e-4], 0.0, 4)
+    config = composed("experiment=open_r1", "policy=hf", "policy.path=some/model", "optimizer=adamw_8bit")
+    assert config["policy"]["system_prompt"].startswith("Think before you answer.")
+    config = composed("experiment=grpo_guide", "policy=gpt2", "optimizer=adamw_8bit", "schedule=cosine")
     assert (config["optimizer"]["lr"], config["rollout"]["max_new_tokens"]) == (5e-6, 256)
     assert config["validation"]["max_new_tokens"] == 256
-    config = composed("experiment=deepseekmath", "algorithm=dr_grpo")
-    assert config["loss"]["weights"]["_target_"] == "grpo_lightning.loss.constant"
+    config = composed("experiment=open_r1_exercise", "data=jsonl", "data.path=my.jsonl")
+    assert (config["data"]["path"], config["data"]["prompts_per_step"]) == ("my.jsonl", 2)
+    assert "columns" not in config["data"]
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,9 @@ from torch.utils.tensorboard import SummaryWriter
 import grpo_lightning as grpo
 from grpo_lightning.callbacks.export import check_replaceable
 from grpo_lightning.checkpoint.resume import EVENTS_SUFFIX, config_diff, find_checkpoint
-from grpo_lightning.config import ConfigError, check_config
 from grpo_lightning.run import Run
 from tests.support.board import scalars
-from tests.support.composed import CONF, build, composed
+from tests.support.composed import build, composed
 from tests.support.running import SMALL, contents, letters, small_module, small_run
 
 
@@ -144,18 +143,6 @@ def test_seconds_and_steps_add_up_over_restarts(tmp_path, monkeypatch):
     assert 900 < summary(tmp_path)["seconds"] < 1000
 
 
-@pytest.mark.slow
-def test_an_optimizer_step_reads_the_seed_of_the_run(tmp_path):
-    one, same, other = (
-        small_run(tmp_path / name, f"seed={seed}", "policy.seed=0", "optimizer.lr=0.01")
-        for name, seed in (("one", 1), ("same", 1), ("other", 2))
-    )
-    states = [torch.cat([p.flatten() for p in module.policy.parameters()]) for module in (one, same, other)]
-    assert torch.equal(states[0], states[1])
-    assert not torch.equal(states[0], states[2])
-    assert one.metrics["reward/total"] == same.metrics["reward/total"] != other.metrics["reward/total"]
-
-
 def test_changed_settings_are_named():
     before = composed()
     after = composed("optimizer.lr=0.5", "steps=7", "run_dir=/elsewhere", "callbacks.checkpoint.every=3", "logger=csv")
@@ -200,33 +187,6 @@ def test_damaged_weights_name_the_step_and_what_to_try(tmp_path):
         next(module.policy.parameters()).fill_(math.nan)
     with pytest.raises(FloatingPointError, match=r"in the rollout before any step, .* not finite; .*policy.path"):
         module.train_step(["a", "b"])
-
-
-def test_options_of_the_trainer_that_end_or_thin_a_run_are_refused():
-    config = composed()
-
-    def check(option, value):
-        check_config(config | {"trainer": config["trainer"] | {option: value}})
-
-    for option, value in (
-        *(("max_steps", 3), ("max_epochs", None), ("max_time", "00:04:00:00"), ("limit_train_batches", 0.5)),
-        *(("limit_val_batches", 0), ("accumulate_grad_batches", 2), ("gradient_clip_val", 1.0)),
-    ):
-        with pytest.raises(ConfigError, match=f"trainer.{option}="):
-            check(option, value)
-    for option, value in {"detect_anomaly": True, "benchmark": True, "deterministic": "warn"}.items():
-        check(option, value)
-    for path in (CONF / "trainer").glob("*.yaml"):
-        check_config(composed(f"trainer={path.stem}"))
-
-
-@pytest.mark.slow
-def test_a_run_of_no_steps_validates_and_exports(tmp_path):
-    module = small_run(tmp_path, "steps=0", "schedule=cosine", "callbacks=default")
-    assert module.completed_steps == 0
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "finished"
-    assert 0 <= summary["metrics"]["val/pass@1"] <= 1
 
 
 def test_a_directory_with_more_than_an_export_is_not_replaced(tmp_path):

@@ -70,17 +70,21 @@ def check_runtime(config: Mapping[str, Any]) -> None:
         ConfigError: Something is wrong; the error lists everything that is.
     """
     trusted = trusted_packages(config)
-    devices = import_module("grpo_lightning.distributed.devices")  # by name: that package imports this one
     problems = [problem for key, node in each_target(config) for problem in argument_problems(node, key, trusted)]
-    if problems := [*problems, *devices.device_problems(config), *_judge_problems(config), *sandbox_problems(config)]:
+    if "trainer" in config:
+        devices = import_module("grpo_lightning.distributed.devices")  # by name: that package imports this one
+        problems += devices.device_problems(config)
+    if problems := [*problems, *_judge_problems(config), *_sandbox_problems(config)]:
         raise ConfigError(problems)
 
 
 def _key_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Keys at the top that have no effect and look like others, and parts of which nothing says what they are."""
+    """Keys that nothing reads, and parts of which nothing says what they are."""
     for key, value in config.items():
-        if key not in TOP and (problem := unknown_key(key, quote_value(str(value)), TOP)):
-            yield problem
+        if key not in TOP:
+            yield unknown_key(key, quote_value(str(value)), TOP) or f"{key}={quote_value(str(value))}: nothing reads it"
+    for key in (config.get("preflight") or {}).keys() - {"prompts"}:
+        yield f"preflight.{key}: nothing reads it; there is preflight.prompts"
     for name in (*_OBJECTS, "reward", "callbacks", "environment", *_PRESETS):
         node = config.get(name)
         if isinstance(node, str):
@@ -103,17 +107,16 @@ def _judge_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}.api_key_env={variable}: this environment variable is not set; use null without a key"
 
 
-def sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def _sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Why this machine has no sandbox, if settings need one: a program in it tries to get out."""
-    client = import_module("grpo_lightning.sandbox.client")  # by name: that package imports this one
-    for key, node in each_target(config):
-        if node["_target_"] in _SANDBOXED:
-            try:
-                client.check()
-            except client.Unavailable as error:
-                yield f"{key}: {error}"
-            finally:
-                client.close()  # workers have their own
+    for key in [key for key, node in each_target(config) if node["_target_"] in _SANDBOXED]:
+        client = import_module("grpo_lightning.sandbox.client")  # by name: that package imports this one
+        try:
+            client.check()
+        except client.Unavailable as error:
+            yield f"{key}: {error}"
+        finally:
+            client.close()  # workers have their own
 
 
 def _logger_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -137,8 +140,7 @@ def describe_sizes(config: Mapping[str, Any]) -> str:
     return (
         f"{prompts} prompts x {group} completions = {completions} completions per rollout"
         f"{f', of which {trained} are trained on' * (trained != completions)}; "
-        f"{updates} optimizer step{'s' * (updates > 1)} per rollout; "
-        f"{steps} rollouts = {steps * completions} completions, {steps * updates} optimizer steps in total"
+        f"{updates} optimizer step{'s' * (updates > 1)} per rollout; {steps} rollouts"
     )
 
 

@@ -36,12 +36,6 @@ def uses_fsdp(trainer: Mapping[str, Any]) -> bool:
     return "FullySharded" in str(value_at(trainer, "strategy._target_"))
 
 
-def _copied_parts(get: Reader) -> Iterator[str]:
-    for part in ("loss", "optimizer", "policy", "reference", "rollout", "sampler", "schedule", "validation"):
-        if part in get("module") and get("module")[part] != get(part):
-            yield f"module.{part}: differs from {part}, of which it is a copy; set {part}=NAME or {part}.KEY=VALUE"
-
-
 def _lengths(get: Reader) -> Iterator[str]:
     prompts, warmup, steps = get("data.prompts_per_step"), get("schedule.warmup_steps"), get("steps")
     if prompts > (size := get("data").get("train_size", prompts)):
@@ -50,9 +44,12 @@ def _lengths(get: Reader) -> Iterator[str]:
         yield f"schedule.warmup_steps={warmup} is more than the steps of the run, steps={steps}"
 
 
-def _sweep_metric(get: Reader) -> Iterator[str]:
+def _validation(get: Reader) -> Iterator[str]:
     name, validation = str(get("sweep_metric")), get("validation")
-    known = ["val/pass@1", *(f"val/{kind}@{k}" for kind in ("pass", "maj") for k in validation["ks"] if k > 1)]
+    ks, samples = get("validation.ks"), get("validation.samples_per_prompt")
+    if any(k > samples for k in ks):
+        yield f"validation.ks={ks} needs validation.samples_per_prompt >= {max(ks)}, which is {samples}"
+    known = ["val/pass@1", *(f"val/{kind}@{k}" for kind in ("pass", "maj") for k in ks if k > 1)]
     known += [f"val/reward/{reward}" for reward in ("total", *(validation.get("reward") or {}))]
     if name.startswith("val/") and name not in known:
         yield f"sweep_metric={name}: must be one of {', '.join(dict.fromkeys(known))}, or a metric of training"
@@ -63,12 +60,6 @@ def _recorded(get: Reader) -> Iterator[str]:
         source, own = Path(get("rollout.path")).resolve(), Path(get("run_dir")).resolve()
         if own in (source, source.parent):
             yield f"rollout.path={get('rollout.path')}: this run would write its own rollouts there; name another run"
-
-
-def _validation_samples(get: Reader) -> Iterator[str]:
-    ks, samples = get("validation.ks"), get("validation.samples_per_prompt")
-    if any(k > samples for k in ks):
-        yield f"validation.ks={ks} needs validation.samples_per_prompt >= {max(ks)}, which is {samples}"
 
 
 def _rewards(get: Reader) -> Iterator[str]:
@@ -102,9 +93,11 @@ def _downsample(get: Reader) -> Iterator[str]:
         yield f"rollout.downsample.size={size} is more than rollout.group_size={group}"
 
 
-def _max_tries(get: Reader) -> Iterator[str]:
-    tries = get("rollout.max_tries")
-    if tries != 1 and "rollout" not in get("module"):
+def _rollouts(get: Reader) -> Iterator[str]:
+    tries, has_rollouts = get("rollout.max_tries"), "rollout" in get("module")
+    if get("mode") == "preflight" and not has_rollouts:
+        yield "mode=preflight does not work with module=sft, which makes no rollouts"
+    if tries != 1 and not has_rollouts:
         yield f"rollout.max_tries={tries} does not work with module=sft, which makes no rollouts"
     elif tries != 1 and get("rollout.group_filter") is None:
         yield f"rollout.max_tries={tries} needs rollout.group_filter, which rollout=dynamic_sampling has"
@@ -125,27 +118,20 @@ def _delta(get: Reader) -> Iterator[str]:
         yield f"loss.surrogate.delta={delta}: must be more than 1 + loss.surrogate.epsilon_high = {1 + high}"
 
 
-def _dtype(get: Reader) -> Iterator[str]:
-    dtype = get("policy.dtype")
-    if get("mode") in ("fit", "preflight") and dtype != "float32" and get("policy.adapter") is None:
+def _weights(get: Reader) -> Iterator[str]:
+    dtype, bits = get("policy.dtype"), get("policy").get("quantization")
+    if get("policy.adapter") is not None:
+        return
+    if get("mode") in ("fit", "preflight") and dtype != "float32":
         yield (
             f"policy.dtype={dtype}: training without policy.adapter needs float32, since small updates vanish in "
             "16-bit weights; trainer.precision=bf16-mixed is for speed"
         )
-
-
-def _quantization(get: Reader) -> Iterator[str]:
-    bits = get("policy.quantization")
-    if bits is not None and get("policy.adapter") is None:
+    if bits is not None:
         yield (
             f"policy.quantization={bits} needs policy.adapter, such as {{r: 16, lora_alpha: 32}}: quantized weights "
             "cannot be trained"
         )
-
-
-def _preflight(get: Reader) -> Iterator[str]:
-    if get("mode") == "preflight" and "rollout" not in get("module"):
-        yield "mode=preflight does not work with module=sft, which makes no rollouts"
 
 
 def _fsdp(get: Reader) -> Iterator[str]:
@@ -275,7 +261,6 @@ def _written(value: Any) -> str:
 
 
 _RULES: tuple[Callable[[Reader], Iterator[str]], ...] = (
-    *(_validation_samples, _rewards, _dtype, _minibatch_size, _reference, _max_tries),
-    *(_downsample, _delta, _quantization, _fsdp, _preflight, _vllm, _environment, _trainer),
-    *(_copied_parts, _lengths, _sweep_metric, _recorded),
+    *(_validation, _rewards, _weights, _minibatch_size, _reference, _rollouts),
+    *(_downsample, _delta, _fsdp, _vllm, _environment, _trainer, _lengths, _recorded),
 )

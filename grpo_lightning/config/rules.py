@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_lightning.config.settings import leaves, value_at
+from grpo_lightning.config.settings import command_name, leaves, value_at
 from grpo_lightning.console import single_line
 
 LIVE = "grpo_lightning.composition.part"
@@ -119,14 +119,9 @@ def messages_problem(messages: Sequence[Mapping[str, str]]) -> str | None:
 _FINITE = number(lambda _: True, "a finite number")
 _NOT_NEGATIVE = number(lambda v: v >= 0, "a number >= 0")
 _POSITIVE = number(lambda v: v > 0, "a number > 0")
-_BELOW_ONE = number(lambda v: 0 <= v < 1, "a number in [0, 1)")
-_ABOVE_ONE = number(lambda v: v > 1, "a number > 1", null=True)
 _SHARE = number(lambda v: 0 < v <= 1, "a number in (0, 1]")
-_SECONDS = number(lambda v: v > 0, "seconds > 0", null=True)
-_GIB = number(lambda v: v > 0, "GiB > 0", null=True)
 _DTYPES = ("float32", "bfloat16", "float16")
 _ATTENTION = choice("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-
 
 DATA = {
     "prompts_per_step": integer(1),
@@ -140,7 +135,7 @@ DATA = {
 }
 REWARD = {
     "weight": _FINITE,
-    "timeout": _SECONDS,
+    "timeout": number(lambda v: v > 0, "seconds > 0", null=True),
     "max_failed": number(lambda v: 0 <= v <= 1, "a fraction from 0 to 1"),
     "failed_score": number(math.isfinite, "a finite number", null=True),
     "retries": integer(0),
@@ -154,97 +149,68 @@ ENVIRONMENT = {
     "max_reply": integer(100),
     "role": choice(*REPLY_ROLES, null=True),
 }
-_SAMPLER = {
-    "dtype": choice(*_DTYPES, null=True),
-    "max_model_len": integer(2, null=True),
-    "gpu_memory_utilization": _SHARE,
-    "kv_cache_gib": _GIB,
-    "enforce_eager": flag(),
-    "sleep": flag(),
-    "timeout": number(lambda v: v > 0, "seconds > 0"),
-}
-_GENERATION = {
-    "top_p": _SHARE,
-    "top_k": integer(0),
-    "min_p": _BELOW_ONE,
-    "max_new_tokens": integer(1),
-    "kv_cache_gib": _GIB,
-    "threshold": _FINITE,
-    "stop": Rule(
-        lambda v: isinstance(v, list) and all(isinstance(text, str) and text for text in v),
-        'a list of texts that are not empty, quoted if they are numbers: rollout.stop=["7"]',
-    ),
-}
-_MODEL = {"path": model_path(), "attn_implementation": _ATTENTION}
-_EVERY = integer(1)
 
+
+def _each(rule: Rule, *keys: str) -> dict[str, Rule]:
+    """The same rule for some keys; those of sampling also for validation."""
+    sampling = [key.replace("rollout.", "validation.", 1) for key in keys if key in _SAMPLING]
+    return dict.fromkeys([*keys, *sampling], rule)
+
+
+_SAMPLING = tuple(
+    f"rollout.{name}" for name in ("top_p", "top_k", "min_p", "max_new_tokens", "stop", "kv_cache_gib", "threshold")
+)
 RULES: dict[str, Rule] = {
-    "steps": integer(0),
+    **_each(integer(0), "steps", "rollout.top_k", "module.max_skipped", "schedule.warmup_steps"),
+    **_each(integer(1), "preflight.prompts", "data.train_size", "rollout.max_new_tokens", "rollout.max_tries"),
+    **_each(integer(1), "validation.every", "validation.samples_per_prompt", "loss.weights.length"),
+    **_each(integer(1), "module.ppo_epochs", "module.microbatch_tokens"),
+    **_each(integer(1, null=True), "module.minibatch_size"),
+    **_each(integer(2), "rollout.group_size", "rollout.downsample.size"),
+    **_each(integer(2, null=True), "sampler.max_model_len"),
     "seed": integer(0, 2**32 - 1),  # the range of numpy's generator, which Lightning seeds
+    **_each(_FINITE, "rollout.threshold"),
+    **_each(_NOT_NEGATIVE, "rollout.kl_penalty", "validation.temperature", "loss.kl_coef", "loss.entropy_coef"),
+    **_each(_NOT_NEGATIVE, "advantage.eps", "optimizer.lr", "optimizer.weight_decay"),
+    **_each(_POSITIVE, "rollout.temperature", "module.max_grad_norm", "loss.surrogate.epsilon_high"),
+    **_each(_POSITIVE, "loss.surrogate.tau_positive", "loss.surrogate.tau_negative"),
+    **_each(_SHARE, "rollout.top_p", "rollout.top_entropy", "sampler.gpu_memory_utilization"),
+    **_each(number(lambda v: 0 <= v < 1, "a number in [0, 1)"), "rollout.min_p", "correction.low"),
+    **_each(number(lambda v: v > 0, "GiB > 0", null=True), "rollout.kv_cache_gib", "sampler.kv_cache_gib"),
+    **_each(number(lambda v: v > 1, "a number > 1", null=True), "loss.surrogate.dual_clip", "loss.surrogate.delta"),
+    "loss.surrogate.epsilon_low": number(lambda v: 0 < v < 1, "a number in (0, 1)"),
+    "loss.surrogate.ratio_max": number(lambda v: v > 1, "a ratio > 1, not a distance from 1"),
+    "correction.cap": number(lambda v: v >= 1, "a ratio >= 1"),
+    "correction.high": number(lambda v: v > 1, "a ratio > 1"),
+    "advantage.correction": choice(0, 1),
     "mode": choice("fit", "validate", "export", "preflight"),
-    "preflight.prompts": integer(1),
-    "task_name": Rule(lambda v: isinstance(v, str) and bool(v), "a text that is not empty"),
-    "tags": Rule(lambda v: isinstance(v, list) and all(isinstance(t, str) for t in v), "a list of texts, as in [a,b]"),
-    **{f"data.{name}": DATA[name] for name in DATA if name not in ("steps", "tries", "validate_every")},  # are copies
-    "data.train_size": integer(1),
-    **{f"{part}.{name}": rule for part in ("policy", "reference") for name, rule in _MODEL.items()},
+    **_each(flag(), "rollout.rescore", "policy.activation_offload", "callbacks.doctor.stop"),
+    **_each(model_path(), "policy.path", "reference.path"),
+    **_each(_ATTENTION, "policy.attn_implementation", "reference.attn_implementation"),
     "policy.dtype": choice(*_DTYPES),
     "policy.quantization": choice("8bit", "4bit", null=True),
-    "policy.activation_offload": flag(),
     "policy.chat_template": Rule(lambda v: isinstance(v, str), "a file with a Jinja template", null=True),
     "policy.system_prompt": Rule(lambda v: isinstance(v, str), "a text", null=True),
     "policy.reply_role": choice(*REPLY_ROLES, null=True),
-    "reference.dtype": choice(*_DTYPES, null=True),
-    **{f"{part}.{name}": rule for part in ("rollout", "validation") for name, rule in _GENERATION.items()},
-    "rollout.group_size": integer(2),
-    "rollout.temperature": _POSITIVE,
-    "rollout.kl_penalty": _NOT_NEGATIVE,
-    "rollout.max_tries": integer(1),
-    "rollout.rescore": flag(),
-    "rollout.downsample.size": integer(2),
-    "rollout.top_entropy": _SHARE,
-    "validation.every": integer(1),
-    "validation.samples_per_prompt": integer(1),
-    "validation.temperature": _NOT_NEGATIVE,
+    "tags": Rule(lambda v: isinstance(v, list) and all(isinstance(t, str) for t in v), "a list of texts, as in [a,b]"),
+    **{f"data.{name}": DATA[name] for name in DATA if name not in ("steps", "tries", "validate_every")},  # are copies
+    **{f"environment.{name}": rule for name, rule in ENVIRONMENT.items()},
+    **_each(
+        Rule(
+            lambda v: isinstance(v, list) and all(isinstance(text, str) and text for text in v),
+            'a list of texts that are not empty, quoted if they are numbers: rollout.stop=["7"]',
+        ),
+        "rollout.stop",
+    ),
     "validation.ks": Rule(
         lambda v: isinstance(v, list | tuple) and all(map(integer(1).test, v)),
         "a list of integers >= 1, such as [1, 4]",
     ),
-    **{f"sampler.{name}": rule for name, rule in _SAMPLER.items()},
-    **{f"environment.{name}": rule for name, rule in ENVIRONMENT.items()},
-    "module.ppo_epochs": integer(1),
-    "module.minibatch_size": integer(1, null=True),
-    "module.microbatch_tokens": integer(1),
-    "module.max_grad_norm": _POSITIVE,
-    "module.max_skipped": integer(0),
-    "loss.kl_coef": _NOT_NEGATIVE,
-    "loss.entropy_coef": _NOT_NEGATIVE,
-    "loss.surrogate.epsilon_low": number(lambda v: 0 < v < 1, "a number in (0, 1)"),
-    "loss.surrogate.epsilon_high": _POSITIVE,
-    "loss.surrogate.dual_clip": _ABOVE_ONE,
-    "loss.surrogate.delta": _ABOVE_ONE,
-    "loss.surrogate.ratio_max": number(lambda v: v > 1, "a ratio > 1, not a distance from 1"),
-    "loss.surrogate.tau_positive": _POSITIVE,
-    "loss.surrogate.tau_negative": _POSITIVE,
-    "loss.weights.length": integer(1),
-    "correction.cap": number(lambda v: v >= 1, "a ratio >= 1"),
-    "correction.low": number(lambda v: 0 <= v < 1, "a ratio in [0, 1)"),
-    "correction.high": number(lambda v: v > 1, "a ratio > 1"),
-    "advantage.eps": _NOT_NEGATIVE,
-    "advantage.correction": choice(0, 1),
-    "optimizer.lr": _NOT_NEGATIVE,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
-    "schedule.warmup_steps": integer(0),
-    "callbacks.samples.max_rows": integer(1),
-    "callbacks.samples.max_characters": integer(1),
-    "callbacks.doctor.stop": flag(),
     "trainer.accelerator": choice("auto", "cpu", "gpu", "cuda", "mps"),
     "trainer.devices": Rule(
         lambda v: isinstance(v, int | list) or bool(re.fullmatch(r"auto|-1|\d+(,\d+)*,?", str(v))),
         "a number, auto or -1 for all, or a list of the GPUs' numbers such as [0, 2]",
     ),
-    "trainer.num_nodes": integer(1),
-    "trainer.strategy.timeout": number(lambda v: v > 0, "minutes > 0"),
     "trainer.precision": Rule(
         lambda v: v in ("32-true", "32", 32, "bf16-mixed"),
         "32-true or bf16-mixed (16-mixed would clip gradients before they are unscaled)",
@@ -261,14 +227,22 @@ def value_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     }
     for name, callback in (config.get("callbacks") or {}).items():
         if str(value_at(callback, "_target_")).startswith("grpo_lightning.callbacks."):
-            rules[f"callbacks.{name}.every"] = _EVERY
+            rules[f"callbacks.{name}.every"] = integer(1)
     for key, rule in rules.items():
         for name, value in scheduled_values(key, value_at(config, key, _MISSING)):
             if value is not _MISSING and (problem := rule.problem(name, value)):
-                yield key, single_line(problem)
+                yield key, single_line(problem + _how_to_make(key, value))
     for key, value in leaves(config):
         if isinstance(value, float) and not math.isfinite(value) and not {key, key.rpartition(".")[0]} & rules.keys():
             yield key, f"{key}={value}: must be a finite number"
+
+
+def _how_to_make(key: str, value: Any) -> str:
+    """The command that makes a missing policy which is an experiment's export."""
+    made = re.fullmatch(r"(?:\./)?runs/((?:calculator|guess)_taught|sft_tiny)/export", str(value))
+    if key != "policy.path" or not made:
+        return ""
+    return f"; `{command_name()} experiment={made[1]} hydra.run.dir=runs/{made[1]}` makes this one"
 
 
 def scheduled_values(key: str, value: Any) -> list[tuple[str, Any]]:

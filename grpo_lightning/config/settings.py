@@ -3,7 +3,7 @@
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -113,6 +113,19 @@ def quote_value(value: str) -> str:
     return "'" + re.sub(r"(\\+)\Z", r"\1\1", escaped) + "'"
 
 
+def normalize_overrides(words: Sequence[str]) -> list[str]:
+    """Overrides as Hydra reads them: logger=false is none, and texts with other letters than ASCII's are quoted."""
+
+    def normal(word: str) -> str:
+        key, sign, value = word.partition("=")
+        if word in ("logger=false", "logger=null", "logger=[]"):
+            return "logger=none"
+        is_text = sign and not value.isascii() and value[0] not in "'\"[{" and not {"$", ","} & {*value}
+        return f"{key}={quote_value(value)}" if is_text else word
+
+    return [normal(word) for word in words]
+
+
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known word that is most like another one; None if none is much like it."""
     matches = get_close_matches(word, list(known), 5, cutoff)
@@ -160,6 +173,37 @@ def unknown_key(key: str, value: str | None, keys: Collection[str]) -> str | Non
     return None
 
 
+def compose_problems(
+    error: Exception, conf: Path, words: Sequence[str], compose: Callable[[list[str]], object]
+) -> list[str]:
+    """What is wrong with overrides that cannot be composed, all unknown keys and choices at once.
+
+    Args:
+        error: Hydra's, about the first of them.
+        conf: Whose folders are the groups.
+        words: The overrides.
+        compose: Composes overrides; raises such an error again.
+    """
+    left, problems = list(words), [explain_compose_error(error, conf, words)]
+    while wrong := _word_of(error, left):
+        left.remove(wrong)
+        try:
+            compose(left)
+            break
+        except Exception as another:
+            error = another
+            problems.append(explain_compose_error(error, conf, left))
+    return list(dict.fromkeys(problems))
+
+
+def _word_of(error: Exception, words: Sequence[str]) -> str | None:
+    """The override that an error of Hydra is about."""
+    text = str(error)
+    match = _UNKNOWN.search(text) or _NO_CHOICE.search(text)
+    key = match[1].strip().partition("/")[0] if match else ""
+    return next((word for word in words if key and word.partition("=")[0] == key), None)
+
+
 def explain_compose_error(error: Exception, conf: Path, words: Sequence[str] = ()) -> str:
     """One sentence for an error of Hydra about the overrides ``words``; the folders of ``conf`` are the groups."""
     text = str(error)
@@ -172,6 +216,10 @@ def explain_compose_error(error: Exception, conf: Path, words: Sequence[str] = (
         is_missing = type(error).__name__ == "MissingMandatoryValue"
         return single_line(
             f"{match[1]}: {f'has no value; set {match[1]}=VALUE' if is_missing else text.splitlines()[0]}"
+        )
+    if "override" in text and (word := next((word for word in words if not word.isascii() and word in text), None)):
+        return single_line(
+            f"{word}: letters other than ASCII's need quotes, such as 'KEY=\"VALUE\"' and 'KEY=[\"VALUE\"]'"
         )
     lines = [*text.splitlines(), *str(error.__cause__ or "").splitlines()[:1]]
     return single_line("; ".join(line.strip() for line in lines if line.strip() and "hydra.cc" not in line))
@@ -187,7 +235,9 @@ def _unknown(override: str, conf: Path) -> str:
     if having := [name for name in _choices(conf, part) if key in _keys_of(conf / part / f"{name}.yaml")]:
         return f"{override}: needs {' or '.join(f'{part}={name}' for name in having)}"
     return unknown_key(key, value if sign else None, [*known_keys(conf), *_HYDRA_KEYS]) or (
-        f"{override}: unknown; `{command_name()} --cfg job` prints the keys, and {shlex.quote(f'+{override}')} adds one"
+        f"{override}: unknown; {shlex.quote(f'+{override}')} adds an argument of Lightning's Trainer"
+        if part == "trainer"
+        else f"{override}: unknown; `{command_name()} --cfg job` prints the keys"
     )
 
 

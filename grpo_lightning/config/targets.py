@@ -132,16 +132,8 @@ def _imported(path: str) -> Any:
     top, *names = path.split(".")
     found: Any = import_module(top)
     for name in names:
-        if hasattr(found, name) or not isinstance(found, ModuleType):
-            found = getattr(found, name)
-            continue
-        module = f"{found.__name__}.{name}"
-        try:
-            found = import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:  # one that it imports is missing
-                raise
-            raise AttributeError(f"{found.__name__} has no member {name!r}") from None
+        is_module = hasattr(found, "__path__") and not hasattr(found, name) and find_spec(f"{found.__name__}.{name}")
+        found = import_module(f"{found.__name__}.{name}") if is_module else getattr(found, name)
     return found
 
 
@@ -166,15 +158,20 @@ def argument_problems(node: Mapping[str, Any], key: str, trusted: Collection[str
     if "_args_" in node:
         return
     try:
-        parameters = inspect.signature(member).parameters
+        parameters = dict(inspect.signature(member).parameters)
     except (TypeError, ValueError):  # it does not say what it takes
         return
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     required = [name for name, p in named.items() if p.default is p.empty and p.kind is not p.POSITIONAL_ONLY]
     if (missing := [name for name in required if name not in node]) and not node.get("_partial_"):
         yield f"{key}: {target} needs {', '.join(missing)} (or `_partial_: true`, which passes on the function itself)"
+    made = inspect.signature(member).return_annotation  # functions of ours pass the rest on to what they return
+    if inspect.isclass(made) and str(made.__module__).startswith("grpo_lightning.") and not inspect.isclass(member):
+        parameters = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+        parameters |= inspect.signature(made).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
+    named |= parameters
     for name in node:
         if name not in named and not name.startswith("_"):
             meant = nearest(name, named)

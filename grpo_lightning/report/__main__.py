@@ -1,18 +1,18 @@
 """Command line of the report: ``python -m grpo_lightning.report DIR``."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_lightning.console import redact, single_line, survive_closed_pipes
+from grpo_lightning.console import redact, single_line
 from grpo_lightning.report import DEFAULT_METRICS, Comparison, compare, find_runs
 from grpo_lightning.report.table import FORMATS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the comparison of the runs below some directories; exits with a sentence where there is none."""
-    survive_closed_pipes()
     parser = argparse.ArgumentParser(
         prog="python -m grpo_lightning.report",
         description="Compare runs: a line for each value of what was swept, averaged over seeds.",
@@ -61,4 +61,5 @@ def plot(comparison: Comparison, file: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head ends it
     main()

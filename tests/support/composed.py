@@ -6,15 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import recording
-from grpo_lightning.config.targets import with_targets
-from grpo_lightning.distributed.devices import default_precision
+from grpo_lightning.composition import compose_config, composing, resolve_config
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -46,6 +44,7 @@ def _compose(words: tuple[str, ...]) -> DictConfig:
     values = [one for one in parsed if _is_value(one)]
     try:
         config = copy.deepcopy(_from_files(tuple(str(one.input_line) for one in parsed if not _is_value(one))))
+        OmegaConf.set_struct(config, True)  # an unknown key is an error
         for one in values:
             OmegaConf.update(config, one.key_or_group, one.value(), merge=True)
     except OmegaConfBaseException:
@@ -64,15 +63,13 @@ def _is_value(override: Any) -> bool:
 
 @lru_cache(256)
 def _from_files(words: tuple[str, ...]) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", [*words])
+    with composing(words):
+        return compose_config(words)[0]
 
 
 def composed(*overrides: str) -> dict[str, Any]:
     """The same, resolved, as the package sees it."""
-    config: Any = with_targets(OmegaConf.to_container(settings(*overrides), resolve=True, throw_on_missing=True))
-    config["trainer"]["precision"] = config["trainer"]["precision"] or default_precision(config["trainer"])
-    return config
+    return resolve_config(settings(*overrides))
 
 
 def with_directories(config: dict[str, Any], place: Path) -> dict[str, Any]:
