@@ -113,6 +113,8 @@ _SIZES = {
 """Part -> numbers of an experiment that stay, since they mean the same whichever of the part's files is chosen."""
 _CHOSEN_PARTS = ("policy", "advantage", "loss", "correction", "reference", "environment", *_SIZES)
 """Groups of conf/ whose choice on the command line wins over what an experiment sets."""
+_TEXTS = ("data.path", "data.validation_path", "policy.path", "reference.path", "rollout.path", "task_name")
+"""Keys whose values are texts, also where they are written as numbers: data.path=2024."""
 _OF_ALGORITHM = ("advantage", "loss", "reference", "rollout")
 
 
@@ -142,6 +144,9 @@ def compose_config(words: Sequence[str], name: str = "train") -> tuple[DictConfi
     groups = cfg.hydra.runtime.choices
     OmegaConf.set_struct(cfg, False)
     del cfg.hydra
+    for key in _TEXTS:
+        if isinstance(number := OmegaConf.select(cfg, key, throw_on_resolution_failure=False), int | float):
+            OmegaConf.update(cfg, key, str(number))
     named = {group: name for group, name in groups.items() if name and not group.startswith("hydra/")}
     for group in ("reward", "logger"):
         named[group] = [str(name) for name in cfg.get(group) or () if name not in ("_target_", "name")]

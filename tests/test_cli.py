@@ -15,11 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from grpo_lightning import __version__
 from grpo_lightning.checkpoint.resume import resume_command
-from tests.support.composed import ROOT, composed
+from grpo_lightning.config.settings import known_keys, value_at
+from tests.support.composed import CONF, ROOT, composed
 from tests.support.running import SMALL
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
@@ -166,12 +169,33 @@ def test_a_sweep_says_what_its_jobs_share_only_once_and_leaves_a_directory_per_j
     assert all((job / name).exists() for job in jobs for name in files)
 
 
+def test_help_fits_a_screen_and_names_every_choice_and_true_defaults():
+    text = OmegaConf.load(CONF / "train.yaml").hydra.help.template
+    lines = text.splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 80
+    words = set(re.findall(r"[\w]+", text))
+    files = {path for path in CONF.glob("*/*.yaml") if path.stem not in ("base", "taught", "live", "plain", "rows")}
+    assert {path.stem for path in files} | {path.parent.name for path in files} - {"validation"} <= words
+    settings = re.findall(r"^  ([\w.]+)=(\S*)  +\w", text, re.MULTILINE)
+    assert len(settings) > 40
+    known, config = known_keys(CONF), composed()
+    for key, value in settings:
+        assert key in known or key == "hydra.run.dir" or "NAME" in key, key
+        if value and not key.startswith(("hydra", "reward")) and (default := value_at(config, key)) is not None:
+            assert yaml.safe_load(value) == default or float(value) == default, key
+
+
 @pytest.mark.slow
-def test_help_is_readable_and_mistakes_are_told_in_a_sentence():
+def test_the_command_line_answers():
     for words, status, text in (
-        (["--help"], 0, "algorithm: cispo, dapo, dr_grpo, gmpo, grpo"),
+        (["--help"], 0, "algorithm    cispo dapo dr_grpo"),
+        (["--help-all", "steps=3"], 0, "steps: 3"),
+        (["--version"], 0, f"grpo-lightning {__version__}"),
+        (["experiment=deepseekmath", "policy=gpt2", "--cfg", "job"], 0, "path: openai-community/gpt2"),
+        (["experiment=calculator"], 1, "experiment=calculator_taught hydra.run.dir=runs/calculator_taught` makes"),
         (["--lr", "1e-3"], 1, "--lr: settings are written KEY=VALUE"),
-        (["rollout.group_sise=4"], 1, "rollout.group_size"),
+        (["rollout.group_sise=4", "stepps=3"], 1, "stepps=3: unknown; the nearest is steps=3"),
         (["trusted=trl"], 1, "trusted=trl"),
         (["-m", "hydra.run.dir=x"], 1, "hydra.run.dir=x: it has no effect with -m; use hydra.sweep.dir=x"),
         (["+hydra.callbacks.x={_target_: os.system}"], 1, "hydra.callbacks.x._target_=os.system"),
@@ -181,6 +205,17 @@ def test_help_is_readable_and_mistakes_are_told_in_a_sentence():
         assert done.returncode == status, done.stderr
         assert text in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_runs_of_one_second_have_directories_of_their_own_and_odd_names_are_taken(tmp_path):
+    (tmp_path / "2024").write_text("\n".join(f'{{"prompt": "Säge {n}", "answer": "x"}}' for n in range(30)))
+    words = [sys.executable, str(ROOT / "train.py"), *SMALL[:11], "steps=0", "logger=false", "data=jsonl"]
+    words = [word for word in words if not word.startswith("data.train_size")]
+    more = ["data.path=2024", "reward=[format]", "+trainer.profiler=simple", "task_name=Größe"]
+    started = [subprocess.Popen([*words, *more], cwd=tmp_path, env=ENVIRONMENT) for _ in range(2)]
+    assert [process.wait(300) for process in started] == [0, 0]
+    assert len(list((tmp_path / "runs").glob("*/*/summary.json"))) == 2
 
 
 def test_the_command_that_continues_a_run_comes_through_shell_and_hydra(monkeypatch):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from hydra import initialize_config_dir
 from lightning import Callback
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_lightning as grpo
 from grpo_lightning.advantage import leave_one_out
+from grpo_lightning.composition import continued_overrides
 from grpo_lightning.config import ConfigError
 from grpo_lightning.data import PromptData
 from grpo_lightning.policy.generic import GenericPolicy
@@ -65,6 +67,24 @@ def test_the_run_directory_may_be_an_override(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.delenv("GRPO_LIGHTNING_RUN_DIRECTORIES", raising=False)
     assert grpo.compose(reward=letters, data=ROWS * 3).directory.parts[0] == "runs"
+
+
+def test_a_continued_run_keeps_its_overrides_and_those_of_the_command_are_changes(tmp_path):
+    words = ("algorithm=dr_grpo", "seed=3", "loss.kl_coef=0.01", "+callbacks.stop={_target_: x.Y}", "steps=2")
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*words, "mode=fit", "data.api_key=REDACTED"]))
+    assert continued_overrides(["steps=4"], tmp_path) == ["steps=4"]
+    assert continued_overrides(["checkpoint=last"], tmp_path / "none") == ["checkpoint=last"]
+    more = ["checkpoint=last", "steps=4", "~callbacks.stop", "algorithm=dapo"]  # whose loss begins afresh
+    assert continued_overrides(more, tmp_path) == ["seed=3", "checkpoint=last", "steps=4", "algorithm=dapo"]
+    run = grpo.compose("checkpoint=last", "~callbacks.stop", run_dir=tmp_path)
+    loss = run.config["loss"]
+    assert (run.config["seed"], loss["kl_coef"], loss["weights"]["_target_"]) == (
+        3,
+        0.01,
+        "grpo_lightning.loss.constant",
+    )
+    assert run.overrides == [*words[:3], "steps=2", "checkpoint=last"]
 
 
 @pytest.mark.slow

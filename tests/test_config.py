@@ -59,7 +59,7 @@ def test_values_of_a_wrong_type_or_out_of_range():
             "reward.accuracy.weight=nan": "reward.accuracy.weight=nan: must be a finite number",
             "reward.format.clip=[1,0]": "reward.format.clip=[1, 0]: must be [lowest, highest] or null",
             "trainer.precision=16-mixed": "must be 32-true or bf16-mixed (16-mixed would clip",
-            "policy.path=3": "policy.path=3: must be a directory that exists, or NAME",
+            "policy.path=./3": "policy.path=./3: must be a directory that exists, or NAME",
             "rollout.temperature={" + LINEAR + ", start: 1.0, end: 0, steps: 5}": (
                 "rollout.temperature.end=0: must be a number > 0"
             ),
@@ -360,7 +360,7 @@ def test_suggestions_compose_when_they_are_followed():
         assert followed or "choose one of" in said, told
         choice = re.search(r"the nearest is (\w+)$", said)
         part, _, value = mistake.partition("=")
-        words = [f"{part}={re.sub('formt|grop', choice[1], value)}"] if choice else followed[:2]
-        composed(*(word.strip(";,") for word in words))
+        first = {word.partition("=")[0]: word.strip(";,") for word in reversed(followed)}
+        composed(*([f"{part}={re.sub('formt|grop', choice[1], value)}"] if choice else first.values()))
     with pytest.raises(ConfigError, match="data.shuffle=false: unknown; .* prints the keys$"):
         composed("data.shuffle=false")
