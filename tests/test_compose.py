@@ -70,7 +70,7 @@ def test_the_run_directory_may_be_an_override(tmp_path, monkeypatch):
 
 
 def test_a_continued_run_keeps_its_overrides_and_those_of_the_command_are_changes(tmp_path):
-    words = ("algorithm=dr_grpo", "seed=3", "loss.kl_coef=0.01", "+callbacks.stop={_target_: x.Y}", "steps=2")
+    words = ("algorithm=dr_grpo", "seed=3", "loss.entropy_coef=0.01", "+callbacks.stop={_target_: x.Y}", "steps=2")
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*words, "mode=fit", "data.api_key=REDACTED"]))
     assert continued_overrides(["steps=4"], tmp_path) == ["steps=4"]
@@ -78,7 +78,7 @@ def test_a_continued_run_keeps_its_overrides_and_those_of_the_command_are_change
     more = ["checkpoint=last", "steps=4", "~callbacks.stop", "algorithm=dapo"]  # whose loss begins afresh
     assert continued_overrides(more, tmp_path) == ["seed=3", "checkpoint=last", "steps=4", "algorithm=dapo"]
     run = grpo.compose("checkpoint=last", "~callbacks.stop", run_dir=tmp_path)
-    assert (run.config["seed"], run.config["loss"]["kl_coef"]) == (3, 0.01)
+    assert (run.config["seed"], run.config["loss"]["entropy_coef"]) == (3, 0.01)
     assert run.config["loss"]["weights"]["_target_"] == "grpo_lightning.loss.constant"
     assert run.overrides == [*words[:3], "steps=2", "checkpoint=last"]
     numbered = grpo.compose("data=jsonl", "data.path=2024", run_dir=tmp_path / "new")

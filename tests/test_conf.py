@@ -167,6 +167,7 @@ def leaves_of(node, key=""):
     return {} if node in (None, "???") else {key: node}
 
 
+@pytest.mark.slow  # 270 compositions
 def test_what_a_command_chooses_wins_over_an_experiment():
     def raw(*words):
         return OmegaConf.to_container(settings(*words), resolve=False)
