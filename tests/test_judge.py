@@ -50,7 +50,6 @@ def test_what_is_asked_and_what_comes_out():
     assert [message["role"] for message in one["messages"]] == ["user"]
     assert "~~~~~~~~\n2 + 2?\n~~~~~~~~" in server.messages[server.asked.index(one)]
     assert "~~~~~~~~\nfour\n~~~~~~~~" in server.messages[server.asked.index(one)]
-    assert any("~~~~~~~~\n3 + 3?\n~~~~~~~~" in text for text in server.messages)
     assert all(OWN["rubric"] in text and "from 0 to 10" in text for text in server.messages)
     assert {headers[""] for headers in server.headers} == {"/v1/chat/completions"}
     assert not any("authorization" in headers or "cookie" in headers for headers in server.headers)

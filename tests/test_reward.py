@@ -54,6 +54,7 @@ def test_a_setting_is_not_replaced_by_a_column_of_its_name():
     assert scored(functools.partial(at_level, level=7)) == [7.0, 7.0]
     assert scored(PerCompletion(functools.partial(lambda text, level: level, level=7))) == [7.0, 7.0]
     assert scored(PerCompletion(lambda text, level: level)) == [3.0, 4.0]
+    assert scored(PerCompletion(lambda text, **row: row == {"prompt": "p", "answer": "1", "level": 3})) == [1.0, 0.0]
 
 
 def test_a_reward_cannot_change_what_the_next_one_sees():
@@ -64,14 +65,6 @@ def test_a_reward_cannot_change_what_the_next_one_sees():
 
     both = {"rude": RewardSpec(rude, 1.0), "exact": RewardSpec(exact, 1.0)}
     assert score(both, ["p", "q"], ["2", "1"], {"answer": ["2", "0"]})["exact"] == [1.0, 0.0]
-
-
-def test_per_completion_passes_one_row():
-    def one(text, answer, prompt, missing=9):
-        return None if text == "b" else len(text) + 10 * int(answer) + 100 * len(prompt) + missing
-
-    assert scored(PerCompletion(one), ("abc", "b")) == [3 + 10 + 100 + 9, None]
-    assert scored(PerCompletion(lambda text, **row: row == {"prompt": "p", "answer": "1", "level": 3})) == [1.0, 0.0]
 
 
 def test_texts_become_chat_messages_and_messages_stay():

@@ -183,20 +183,6 @@ def trained(path, **settings) -> dict:
     return {name: weight.clone() for name, weight in model.network.state_dict().items()}
 
 
-def test_one_step_is_adamws(llama):
-    """The first step of Adam moves every weight by lr against the sign of its gradient, clipped or not."""
-    model = reward_model(llama)
-    model.reset()
-    before = model.network.score.weight.detach().clone()
-    data = separable(8)
-    labels = torch.tensor([float(label) for _, _, label in data])
-    logits = torch.cat([model.logits([row]) for row in model.encode([p for p, _, _ in data], [t for _, t, _ in data])])
-    torch.nn.functional.binary_cross_entropy_with_logits(logits, labels).backward()
-    sign = model.network.score.weight.grad.sign()
-    after = trained(llama, batch_size=8, lr=1e-2)
-    assert torch.allclose(after["score.weight"], before - 1e-2 * sign, atol=1e-4)
-
-
 def test_the_forward_batches_do_not_change_the_update(llama):
     # Clipped far below Adam's epsilon, where a step is proportional to the gradient.
     settings = {"max_grad_norm": 1e-9, "batch_size": 8, "lr": 1.0}

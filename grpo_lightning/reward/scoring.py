@@ -74,10 +74,10 @@ class Scoring:
         self._rewards, self._poll = rewards, poll
         self._inputs = {"prompts": prompts, **columns}
         coroutines = {name for name, spec in rewards.items() if is_coroutine_function(spec.function)}
-        self._pending: dict[str, dict[int, Any]] = {
+        self._results: dict[str, dict[int, Any]] = {
             name: {} for name, spec in rewards.items() if spec.timeout or name in coroutines
         }
-        if self._pending:
+        if self._results:
             from grpo_lightning.reward import workers
 
             self._workers = workers
@@ -86,11 +86,11 @@ class Scoring:
     @property
     def may_begin(self) -> bool:
         """Whether a reward has a timeout or is a coroutine, so that `begin` does something."""
-        return bool(self._pending)
+        return bool(self._results)
 
     def begin(self, row: int, text: str, ids: Sequence[int]) -> None:
         """Start to score one completion with the rewards that have a timeout or are coroutines."""
-        for name in self._pending:
+        for name in self._results:
             self._submit(name, row, {"completions": text, "completion_ids": ids})
 
     def finish(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]] | None) -> Scores:
@@ -111,7 +111,7 @@ class Scoring:
         for key, rows in inputs.items():
             if len(rows) != len(completions):
                 raise RewardError(f"{key!r}: expected {len(completions)} values, got {len(rows)}")
-        for name, begun in self._pending.items():
+        for name, begun in self._results.items():
             for row in range(len(completions)):
                 if row not in begun:
                     self._submit(name, row, {key: values[row] for key, values in sampled.items()})
@@ -119,12 +119,12 @@ class Scoring:
         failed: dict[str, float] = {}
         try:
             for name, spec in self._rewards.items():
-                if name in self._pending:
+                if name in self._results:
                     scores[name], failed[name] = self._collect(name, spec, completions)
                 else:
                     scores[name] = _checked(name, _call(name, spec, inputs), completions)
         finally:
-            for calls in self._coroutines.values() if self._pending else ():
+            for calls in self._coroutines.values() if self._results else ():
                 calls.cancel()
         return Scores(scores, failed)
 
@@ -132,10 +132,10 @@ class Scoring:
         spec = self._rewards[name]
         inputs = {key: [values[row]] for key, values in self._inputs.items()}
         call = _arguments(spec, inputs | {key: [value] for key, value in sampled.items()})
-        self._pending[name][row] = (
+        self._results[name][row] = (
             self._coroutines[name].submit(call)
             if name in self._coroutines
-            else self._workers.submit(spec.function, call, seconds=spec.timeout or 0.0)
+            else self._workers.submit(spec.function, call, seconds=spec.timeout or 0.0).result
         )
 
     def _collect(self, name: str, spec: RewardSpec, completions: Sequence[str]) -> tuple[list[Score], float]:
@@ -143,7 +143,7 @@ class Scoring:
         values: list[Any] = []
         failures: dict[int, Failure] = {}
         for row in range(len(completions)):
-            value = self._pending[name][row].result(self._poll)
+            value = self._results[name][row](self._poll)
             if isinstance(value, Failure):
                 failures[row], value = value, [None]
             values += _listed(name, value, 1)

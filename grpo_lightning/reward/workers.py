@@ -37,6 +37,7 @@ from grpo_lightning.reward.spec import (
 
 log = logging.getLogger(__name__)
 
+Poll = Callable[[], None]
 MAX_WORKERS = 8
 _POLL_SECONDS = 0.25
 """Between two calls of ``poll`` while a result is waited for."""
@@ -67,7 +68,7 @@ class Pending:
         self._function, self._task = function, task
         self._start()
 
-    def result(self, poll: Callable[[], None] | None = None) -> Any:
+    def result(self, poll: Poll | None = None) -> Any:
         """Wait for the call; returns its value or a `Failure`. ``poll`` is called meanwhile and may raise to give up.
 
         A ValueError says that a worker cannot import the function, a RuntimeError that workers cannot be started.
@@ -222,20 +223,6 @@ def _not_importable(function: Callable[..., Any], reason: str) -> ValueError:
 # --- coroutines
 
 
-class PendingCoroutine:
-    """A call of a coroutine function; see `Coroutines.submit`."""
-
-    def __init__(self, future: "Future[Any]") -> None:
-        self.future = future
-
-    def result(self, poll: Callable[[], None] | None = None) -> Any:
-        """Wait for the call; returns its value or a `Failure`, or raises the function's RewardError."""
-        while not wait([self.future], timeout=_POLL_SECONDS).done:
-            if poll is not None:
-                poll()
-        return Failure("exception", "CancelledError") if self.future.cancelled() else self.future.result()
-
-
 class Coroutines:
     """The calls of one reward that is a coroutine function, at most ``concurrency`` at a time.
 
@@ -244,18 +231,25 @@ class Coroutines:
 
     def __init__(self, name: str, spec: RewardSpec) -> None:
         self._name, self._spec, self._slots = name, spec, asyncio.Semaphore(spec.concurrency)
-        self._pending: list[PendingCoroutine] = []
+        self._futures: list[Future[Any]] = []
 
-    def submit(self, arguments: Mapping[str, Any]) -> PendingCoroutine:
-        """Start ``function(**arguments)``."""
-        call = PendingCoroutine(asyncio.run_coroutine_threadsafe(self._call(arguments), _running_loop()))
-        self._pending.append(call)
-        return call
+    def submit(self, arguments: Mapping[str, Any]) -> Callable[[Poll | None], Any]:
+        """Start ``function(**arguments)``; returns what `Pending.result` is for a call in a worker."""
+        future = asyncio.run_coroutine_threadsafe(self._call(arguments), _running_loop())
+        self._futures.append(future)
+
+        def result(poll: Poll | None = None) -> Any:
+            while not wait([future], timeout=_POLL_SECONDS).done:
+                if poll is not None:
+                    poll()
+            return Failure("exception", "CancelledError") if future.cancelled() else future.result()
+
+        return result
 
     def cancel(self) -> None:
         """Cancel the calls that still run."""
-        for call in self._pending:
-            call.future.cancel()
+        for future in self._futures:
+            future.cancel()
 
     async def _call(self, arguments: Mapping[str, Any]) -> Any:
         """A call with its retries: the value, or a `Failure`."""
