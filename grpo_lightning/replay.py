@@ -162,14 +162,16 @@ def replay_table(replays: Sequence[ReplayedMetrics]) -> str:
     lines += ["", f"{'mean of metric':40} {'recorded':>14} {'replayed':>14}", "─" * 70]
     exact = []
     for name in sorted({name for one in replays for name in one.metrics}):
-        pairs = [tuple(one.metrics[name].values()) for one in replays if name in one.metrics]
+        pairs = [
+            (one.metrics[name]["recorded"], one.metrics[name]["replayed"]) for one in replays if name in one.metrics
+        ]
         means = (
             fmean(known) if (known := [v for v in each if v is not None]) else None for each in zip(*pairs, strict=True)
         )
         cells = " ".join(f"{'-' if value is None else f'{value:.6g}':>14}" for value in means)
         lines.append(f"{single_line(name) + ' ~' * (name in reasons):40} {cells}")
         if name not in reasons:
-            exact += [None not in pair and math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-6) for pair in pairs]
+            exact += [None not in (a, b) and math.isclose(a or 0, b or 0, rel_tol=1e-5, abs_tol=1e-6) for a, b in pairs]
     lines += ["", *(f"~ {why}" for why in dict.fromkeys(reasons.values()))]
     return "\n".join([*lines, f"{sum(exact)} of {len(exact)} values without ~ equal those logged, up to rounding"])
 
