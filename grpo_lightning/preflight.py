@@ -17,7 +17,7 @@ from grpo_lightning import memory
 from grpo_lightning.clock import peak_memory
 from grpo_lightning.console import log_line, redact_config, wrap, write_json
 from grpo_lightning.data import PromptData
-from grpo_lightning.data.sources import prompt_index
+from grpo_lightning.data.datamodule import collate, prompt_index
 from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.distributed.strategies import trainer_shards
 from grpo_lightning.module import GRPOLightningModule
@@ -25,7 +25,7 @@ from grpo_lightning.module.base import StepModule
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
 from grpo_lightning.schedule import resolve_schedules
-from grpo_lightning.types import Prompts, Scored
+from grpo_lightning.types import Scored
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -92,12 +92,12 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
     num_prompts = min(share, prompts)
     number = max(1, min(-(-prompts // num_prompts), len(source) // num_prompts))
     first, count = step * data.prompts_per_batch, number * num_prompts
-    order = [source[prompt_index(data.seed, i, len(source))] for i in range(first, first + count)]
+    order = [prompt_index(data.seed, i, len(source)) for i in range(first, first + count)]
     if on_gpu := module.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(module.device)
     collected, times = [], []
     for i in range(number):
-        batch = Prompts.collate(order[i * num_prompts : (i + 1) * num_prompts])
+        batch = collate(source, order[i * num_prompts : (i + 1) * num_prompts])
         module.clock.restart()
         collected.append(module.collect(batch, unfiltered, module.context("preflight", step + i)))
         times.append(module.clock.read())

@@ -100,8 +100,7 @@ class Run:
         facts = {"overrides": redact_overrides(self.overrides), "choices": dict(self.choices)}
         module: StepModule = self.build("module", settings=redact_config(self.written or self.config) | facts)
         data.follow(lambda: module.completed_steps)
-        limit, count_tokens = self.config["data"].get("max_prompt_length"), module.policy.count_tokens
-        data.limit_prompts(lambda prompts: [limit is None or length <= limit for length in count_tokens(prompts)])
+        data.limit_prompts(module.policy.count_tokens)
         return module
 
     @cached_property

@@ -67,6 +67,8 @@ class Prompts:
     """[P] what the policy is asked."""
     columns: Mapping[str, tuple[Any, ...]]
     """Name -> [P] whatever else the data set holds; rewards receive it by name."""
+    origins: tuple[str, ...] = ()
+    """[P] where each comes from, such as a file and a line, for messages; empty if unknown."""
 
     def __post_init__(self) -> None:
         for name, values in self.columns.items():
@@ -74,17 +76,19 @@ class Prompts:
                 raise ValueError(f"column {name!r}: expected {len(self.texts)} values, got {len(values)}")
 
     @classmethod
-    def collate(cls, rows: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> "Prompts":
-        """A batch from (prompt, columns) pairs that all have the same columns."""
-        texts = tuple(prompt for prompt, _ in rows)
-        return cls(texts, {name: tuple(columns[name] for _, columns in rows) for name in (rows[0][1] if rows else ())})
+    def collate(cls, rows: Sequence[tuple[Prompt, Mapping[str, Any]]], origins: Sequence[str] = ()) -> "Prompts":
+        """A batch from (prompt, columns) pairs that all have the same columns, and from where each comes from."""
+        names = rows[0][1] if rows else ()
+        columns = {name: tuple(columns[name] for _, columns in rows) for name in names}
+        return cls(tuple(prompt for prompt, _ in rows), columns, tuple(origins))
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def __getitem__(self, chosen: Sequence[int]) -> "Prompts":
         columns = {name: tuple(values[i] for i in chosen) for name, values in self.columns.items()}
-        return Prompts(tuple(self.texts[i] for i in chosen), columns)
+        origins = tuple(self.origins[i] for i in chosen) if self.origins else ()
+        return Prompts(tuple(self.texts[i] for i in chosen), columns, origins)
 
     def to(self, *_: object, **__: object) -> "Prompts":
         """Itself: Lightning moves every batch to the device, and refuses a frozen one that cannot move itself."""
@@ -361,6 +365,7 @@ class Scored:
             prompts=Prompts(
                 tuple(text for part in parts for text in part.prompts.texts),
                 {name: tuple(chain.from_iterable(part.prompts.columns[name] for part in parts)) for name in names},
+                tuple(origin for part in parts for origin in part.prompts.origins),
             ),
             sampled=Sampled.concatenate([part.sampled for part in parts]),
             rewards={name: torch.cat([part.rewards[name] for part in parts]) for name in parts[0].rewards},

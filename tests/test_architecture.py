@@ -20,12 +20,10 @@ USED_BY = {
     "accelerate": set(),
     "bitsandbytes": set(),
     "datasets": {"data"},
-    "fsspec": {"data"},  # comes with datasets
     "httpx2": {"reward", "sampler"},
     "gymnasium": {"environment/gymnasium.py"},
     "hydra": {"cli", "composition", "sweep"},
-    "huggingface_hub": {"data"},  # comes with datasets, like yaml
-    "jsonschema": {"reward"},
+    "jsonschema": {"reward", "environment/tools.py"},
     "latex2sympy2_extended": {"reward"},  # comes with math_verify, like sympy
     "lightning": {
         *("data", "module", "callbacks", "distributed", "checkpoint", "composition", "object_overrides", "run"),
@@ -53,7 +51,7 @@ USED_BY = {
     "transformers": {"policy", "sampler", "transformer", "reward/model.py", "environment/tools.py"},
     "vllm": {"sampler"},
     "wandb": {"logger"},
-    "yaml": {"data", "report", "config"},
+    "yaml": {"report", "config"},
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""
 WITHOUT_TORCH = {

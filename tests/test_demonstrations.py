@@ -1,10 +1,15 @@
-"""The supervised stage on demonstrations of one's own, and GRPO from its export."""
+"""Demonstrations: of files, with GRPO from the export of their supervised stage, and synthetic ones."""
 
 import json
+import random
+import re
+from itertools import pairwise
 
 import pytest
+import reasoning_gym
 
-from grpo_lightning.data.demonstrations import FileDemonstrations
+from grpo_lightning.data.demonstrations import FileDemonstrations, Numbers, ReasoningDemonstrations, demonstrate
+from grpo_lightning.environment.builtin import guess
 from grpo_lightning.reward.accuracy import demonstrated
 from grpo_lightning.run import Run
 from tests.support.composed import build, composed
@@ -35,8 +40,6 @@ def test_completions_stand_in_a_column_a_message_or_at_the_end_of_a_conversation
     talk = [message("system", "s"), message("user", "u"), message("assistant", "a")]
     path = write(tmp_path / "b.jsonl", [{"messages": talk}])
     assert FileDemonstrations(path, "messages", "completion")[0] == (talk[:2], {"completion": "a"})
-    path = write(tmp_path / "c.jsonl", [{"question": "q", "solution": "s"}])
-    assert FileDemonstrations(path, "question", "solution")[0] == ("q", {"completion": "s"})
 
 
 def test_right_is_what_the_demonstration_answers():
@@ -69,3 +72,72 @@ def test_the_supervised_stage_teaches_ones_own_demonstrations_and_grpo_goes_on_f
     sizes = ["steps=1", "data.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=24", "trainer=cpu"]
     metrics = run(*grpo, *sizes, f"data.validation_path={path}", f"run_dir={tmp_path / 'grpo'}")
     assert metrics["val/pass@1"] == pytest.approx(learned["val/pass@1"], abs=0.25)
+
+
+# Synthetic ones
+
+TASKS = {
+    "basic_arithmetic": {"max_terms": 4, "max_digits": 1, "operators": ["+", "-"], "allow_parentheses": False},
+    "products": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    "simple_equations": {"max_terms": 3, "max_value": 30, "operators": ["+", "-"], "operators_weights": [0.5, 0.5]},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 6},
+}
+SHAPE = re.compile(r"<think>([^<>]+)</think><answer>([^<>\s]+)</answer>")
+
+
+def test_right_demonstration_is_worked_by_hand():
+    for task, metadata, answer, expected in [
+        ("chain_sum", {"expression": "45 + 38 - 12"}, "71", "45+38=83 83-12=71"),
+        ("simple_equations", {"equation": "x + 57 = 12", "variable": "x"}, "-45", "12-57=-45"),
+        ("simple_equations", {"equation": "e - 57 = 12", "variable": "e"}, "69", "12+57=69"),
+        ("simple_equations", {"equation": "57 - x = 12", "variable": "x"}, "45", "57-12=45"),
+        ("simple_equations", {"equation": "56 - 98*e = -1218", "variable": "e"}, "13", "56--1218=1274 1274/98=13"),
+        ("spell_backward", {"word": "culla"}, "alluc", "c u l l a"),
+    ]:
+        text = demonstrate(task, {"metadata": metadata, "answer": answer}, random.Random(0), slip_rate=0.0)
+        assert text == f"<think>{expected}</think><answer>{answer}</answer>"
+
+
+def test_without_errors_every_demonstration_is_right_and_follows():
+    for task, config in TASKS.items():
+        judge = reasoning_gym.create_dataset(task, size=100, seed=5, **config)
+        demonstrations = ReasoningDemonstrations({task: config}, size=100, seed=5, slip_rate=0.0)
+        for index in range(100):
+            question, columns = demonstrations[index]
+            reasoning, answer = SHAPE.fullmatch(columns["completion"]).groups()
+            assert (question, columns["task"]) == (judge[index]["question"], task)
+            assert judge.score_answer(answer, {"answer": columns["answer"], "metadata": columns["metadata"]}) == 1.0
+            if task != "spell_backward":
+                results = [equation.split("=") for equation in reasoning.split(" ")]
+                assert results[-1][1] == answer
+                assert all(left.startswith(before) for (_, before), (left, _) in pairwise(results))
+
+
+def test_the_same_item_whatever_was_read_before_and_another_with_another_seed():
+    one, two = (ReasoningDemonstrations(TASKS, size=60, seed=3, slip_rate=0.5) for _ in range(2))
+    forward = [one[index] for index in range(60)]
+    assert forward == [two[index] for index in reversed(range(60))][::-1]
+    assert [columns["task"] for _, columns in forward] == list(TASKS) * 15
+    later = ReasoningDemonstrations(TASKS, size=60, seed=3 + 56, slip_rate=0.5)
+    assert [later[0][0], later[0][1]["completion"]] == [forward[56][0], forward[56][1]["completion"]]  # from seed + i
+    with pytest.raises(IndexError, match="expected 0 to 59"):
+        one[60]
+
+
+def test_demonstrated_games_are_replied_to_as_demonstrated():
+    won = 0.363  # 0.3 * 0.856 (careful, measured with 12,400 games) + 0.7 * 0.151
+    right = 0
+    for _, columns in Numbers(4030, seed=5, highest=31, guesses=5, careful_rate=0.3):
+        assert columns["answer"] == str(columns["number"])
+        roles, texts = zip(*((message["role"], message["content"]) for message in columns["completion"]))
+        assert roles == tuple(("assistant", "user")[i % 2] for i in range(len(roles)))
+        turns, replies = texts[::2], texts[1::2]
+        assert len(turns) == len(replies) + 1 <= 5
+        played = [
+            guess(turns[:n], columns["number"], random.Random(0), guesses=5, highest=31)
+            for n in range(1, len(turns) + 1)
+        ]
+        assert played[:-1] == list(replies)
+        assert played[-1] == 1.0 or (played[-1], len(turns)) == (0.0, 5)
+        right += played[-1]
+    assert abs(right / 4030 - won) < 4 * (won * (1 - won) / 4030) ** 0.5

@@ -10,8 +10,6 @@ from torch.testing import assert_close
 from grpo_lightning.data.demonstrations import FileDemonstrations
 from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.policy.shared_prompt import SharedPath
-from grpo_lightning.transformer import logprobs
 from grpo_lightning.types import Sampled, spans
 from tests.support.checkpoints import tokenizer, write_checkpoint
 from tests.support.sampling import opened
@@ -145,18 +143,3 @@ def test_the_gradient_is_that_of_each_turn_with_all_before_it_as_its_prompt(tmp_
         assert_close(found, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max())))
     summed = policy.logprobs(single, temperature=1.0).sum()
     assert_close(policy.logprobs(rows, temperature=1.0).sum(), summed, rtol=1e-6, atol=0)
-
-
-def test_replies_are_read_and_not_predicted(policy):
-    rows, path, asked = policy.tokenize_demonstrations(PROMPTS, TALKS), SharedPath.of(policy.model), []
-
-    def head(hidden, ids, **settings):
-        asked.append((len(hidden), ids.tolist()))
-        return path.head(hidden, ids, **settings)
-
-    found = SharedPath(path.decoder, head).logprobs_and_entropy(rows, temperature=1.0, entropy=True)
-    assert asked == [(int(rows.mask.sum()), rows.ids[:, -rows.mask.shape[1] :][rows.mask].tolist())]
-    expected = logprobs.separate(policy.model, rows, temperature=1.0, entropy=True)
-    for one, other in zip(found, expected, strict=True):
-        assert_close(one, other, rtol=1e-4, atol=1e-4)
-        assert (one[~rows.mask] == 0).all()

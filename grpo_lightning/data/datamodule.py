@@ -1,57 +1,194 @@
-"""Data module: training and held-out prompts for Lightning's trainer, and a look at them before the first step."""
+"""Data module: training and held-out prompts for Lightning's trainer, their order, and a look before the first step.
 
+Which prompt comes when is a pure function of the seed and a counter, so that a resumed run needs no sampler state.
+"""
+
+import functools
 import hashlib
+import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from lightning import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from grpo_lightning.config.rules import DATA, problems
-from grpo_lightning.data.sources import (
-    CHUNK,
-    Fits,
-    GeneratedRows,
-    Row,
-    Source,
-    StepSampler,
-    Subset,
-    even_batches,
-    hold_out,
-    keep,
-    place,
-)
-from grpo_lightning.policy import Policy
-from grpo_lightning.types import Prompts
+from grpo_lightning.types import Prompt, Prompts
+
+if TYPE_CHECKING:
+    from grpo_lightning.policy import Policy
 
 _log = logging.getLogger(__name__)
+_CHUNK = 1024  # prompts that are measured at once
 _FINGERPRINT_ROWS = 32
 _CHECKED_ROWS = 64
+
+Row = tuple[Prompt, dict[str, Any]]
+"""A prompt, and the values of its row in the columns by name."""
+Fits = Callable[[list[Prompt]], list[bool]]
+"""Prompts -> which of them may be used."""
+
+
+class Source(Protocol):
+    """Prompts by index. Every row has the same columns.
+
+    A source may have a method ``origin(index) -> str``, which names a row in messages, and a method ``keep(fits)``, in
+    place of the function `keep`.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+class GeneratedRows(Sequence[Row]):
+    """``size`` rows that are made on access, each a function of its number: ``seed`` for the first, then one more."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        if size < 1:
+            raise ValueError(f"size={size}: expected 1 or more")
+        self._size, self._seed = size, seed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+        if not 0 <= index < self._size:
+            raise IndexError(f"index: expected 0 to {self._size - 1}, got {index}")
+        return self._row(self._seed + index)
+
+    @abstractmethod
+    def _row(self, number: int) -> Row: ...
+
+
+class Subset:
+    """Some rows of a source."""
+
+    def __init__(self, source: Source, indices: Sequence[int]) -> None:
+        self._source, self._indices = source, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._source[self._indices[index]]
+
+    def origin(self, index: int) -> str:
+        """Where a row comes from."""
+        return origin(self._source, self._indices[index])
+
+
+def origin(source: Source, index: int) -> str:
+    """Where a row comes from, such as a file and a line, for messages."""
+    method = getattr(source, "origin", None)
+    return method(index) if method else f"data, prompt {index + 1}"
+
+
+def _chunks(size: int) -> Iterator[range]:
+    return (range(start, min(start + _CHUNK, size)) for start in range(0, size, _CHUNK))
+
+
+def keep(source: Source, fits: Fits) -> tuple[Source, int]:
+    """Leave out the prompts that do not fit, in one pass; a source with a method ``keep`` may replace them instead.
+
+    Returns:
+        The remaining rows in the same order, and how many were lost.
+    """
+    if (method := getattr(source, "keep", None)) is not None:
+        kept: tuple[Source, int] = method(fits)
+        return kept
+    remaining: list[int] = []
+    for indices in _chunks(len(source)):
+        verdicts = fits([source[i][0] for i in indices])
+        remaining += [i for i, verdict in zip(indices, verdicts, strict=True) if verdict]
+    return Subset(source, remaining), len(source) - len(remaining)
+
+
+def hold_out(source: Source, size: int) -> tuple[Source, Source]:
+    """Split a source into training and validation rows, the same in every run, both in the source's order.
+
+    At most ``size`` rows are held out, never more than a fifth but at least one. Training rows with a prompt
+    that is also held out are left out.
+
+    Raises:
+        ValueError: There are fewer than two rows, or no two different prompts.
+    """
+    if len(source) < 2:
+        raise ValueError(f"data: expected at least 2 rows, as some are held out for validation, got {len(source)}")
+    count = min(size, max(len(source) // 5, 1))
+    if count < size:
+        _log.warning("held out %d of %d rows, fewer than data.validation_size=%d", count, len(source), size)
+    order = permutation(0, 0, len(source)).tolist()
+    training, validation = Subset(source, sorted(order[:-count])), Subset(source, sorted(order[-count:]))
+    held_out = {repr(validation[i][0]) for i in range(count)}
+    distinct, repeated = keep(training, lambda prompts: [repr(prompt) not in held_out for prompt in prompts])
+    if not len(distinct):
+        raise ValueError(
+            f"data: all {len(source)} rows have one of {count} held-out prompts, so none is left to train on; give at "
+            "least 2 different prompts, or held-out ones of their own (data.validation_path)"
+        )
+    if repeated:
+        _log.warning("left out %d training rows that repeat a held-out prompt", repeated)
+    return distinct, validation
+
+
+@functools.lru_cache(maxsize=2)  # a step may straddle two epochs; no more are ever in use
+def permutation(seed: int, epoch: int, size: int) -> Tensor:
+    """A random order of ``range(size)``, another one for every ``epoch``, that depends on the arguments alone."""
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()  # torch's CPU generator only reads 32 bits of a seed
+    return torch.randperm(size, generator=torch.Generator().manual_seed(int.from_bytes(digest[:4], "big")))
+
+
+def prompt_index(seed: int, i: int, size: int) -> int:
+    """The index, of ``size`` prompts, of the run's prompt i: permutation(seed, i // size)[i % size]."""
+    epoch, position = divmod(i, size)
+    return int(permutation(seed, epoch, size)[position])
+
+
+def step_batches(size: int, prompts_per_step: int, seed: int, start: int, num_steps: int) -> Iterator[list[int]]:
+    """The indices of every step's prompts; the same in all processes, which divide them.
+
+    Step s consumes prompts s·P to (s + 1)·P - 1 of the run, where P is ``prompts_per_step``.
+    """
+    for step in range(start, start + num_steps):
+        first = step * prompts_per_step
+        yield [prompt_index(seed, i, size) for i in range(first, first + prompts_per_step)]
+
+
+def even_batches(size: int, batch_size: int, processes: int) -> list[list[int]]:
+    """Divide ``range(size)`` in order into batches whose sizes differ by at most one.
+
+    A batch is divided over ``processes``, each of which gets 1 to ``batch_size`` prompts of it, or more where another
+    would be left with none.
+    """
+    if size < processes:
+        raise ValueError(f"data.validation_size={size}: expected at least the number of processes, {processes}")
+    num_batches = min(-(-size // (batch_size * processes)), size // processes)
+    borders = [size * b // num_batches for b in range(num_batches + 1)]
+    return [list(range(first, last)) for first, last in itertools.pairwise(borders)]
 
 
 class Batches:
     """Batches of prompts, from a loader that is made anew each time they are iterated over.
 
-    It is no ``DataLoader``, of which a trainer would replace the sampler.
+    It is no ``DataLoader``, of which a trainer would replace the sampler. Without a ``size`` it has no length: a
+    training epoch may be shorter than the one before.
     """
 
-    def __init__(self, open_loader: Callable[[], DataLoader[Any]]) -> None:
-        self._open_loader = open_loader
+    def __init__(self, open_loader: Callable[[], DataLoader[Any]], size: int | None = None) -> None:
+        self._open_loader, self._size = open_loader, size
 
     def __iter__(self) -> Iterator[Prompts]:
         return iter(self._open_loader())
 
-
-class SizedBatches(Batches):
-    """Batches of which there are ``size`` each time; a training epoch may be shorter than the one before."""
-
-    def __init__(self, open_loader: Callable[[], DataLoader[Any]], size: int) -> None:
-        super().__init__(open_loader)
-        self._size = size
-
     def __len__(self) -> int:
+        if self._size is None:
+            raise TypeError("the number of batches is not fixed")
         return self._size
 
 
@@ -62,15 +199,15 @@ class PromptData(LightningDataModule):
     iterated over, they begin after the last completed step. All processes read the same batches and divide them later.
 
     Args:
-        train: The training source, or a callable that opens it in ``load``.
-        validation: The held-out source, likewise; None holds out rows of the training source, see ``hold_out``.
+        train: The training source, or a callable that opens it when it is first needed.
+        validation: The held-out source, likewise; None holds out rows of the training source, see `hold_out`.
         prompts_per_step: P, prompts of one rollout over all devices.
         tries: How often a rollout may ask for that many; a batch holds the prompts of all its tries.
         steps: Rollouts of the whole run.
         validate_every: Steps between validations; None or 0 means one stretch until the end.
         validation_size: The most held-out prompts that are used.
         validation_batch_size: The most held-out prompts answered at once on one device.
-        max_prompt_length: The most tokens of a prompt, or None for any length; applied by ``limit_prompts``.
+        max_prompt_length: The most tokens of a prompt, or None for any length; applied by `limit_prompts`.
         seed: Decides the order of the training prompts.
         verifier: Dotted path of the function that ``reward=accuracy`` judges these answers by.
         verifier_timeout: Seconds that it has for one answer in a worker process; None: it runs in this one.
@@ -138,23 +275,26 @@ class PromptData(LightningDataModule):
             self._sources = self._checked(train, validation)
         return self._sources
 
-    def limit_prompts(self, fits: Fits) -> None:
-        """Drop the prompts that do not fit into ``max_prompt_length`` tokens; raises ValueError if too few are left."""
-        if self.max_prompt_length is None:
+    def limit_prompts(self, count_tokens: Callable[[list[Prompt]], list[int]]) -> None:
+        """Drop the prompts that have more than ``max_prompt_length`` tokens; raises ValueError if too few are left."""
+        if (limit := self.max_prompt_length) is None:
             return
         try:
-            (train, lost), (validation, lost_held_out) = (keep(source, fits) for source in self.load())
+            (train, lost), (validation, lost_held_out) = (
+                keep(source, lambda prompts: [length <= limit for length in count_tokens(prompts)])
+                for source in self.load()
+            )
             self._sources = self._checked(train, validation)
         except ValueError as error:
-            raise ValueError(f"data.max_prompt_length={self.max_prompt_length}: {error}") from error
+            raise ValueError(f"data.max_prompt_length={limit}: {error}") from error
         if lost or lost_held_out:
-            counts = lost, lost_held_out, self.max_prompt_length
+            counts = lost, lost_held_out, limit
             _log.warning("dropped %d training and %d held-out prompts longer than data.max_prompt_length=%d", *counts)
 
     def fingerprint(self) -> dict[str, Any]:
         """What tells these prompts from others: how many there are, and a hash of some rows of both sources."""
         digest = hashlib.blake2b(digest_size=16)
-        for source in (self.train, self.validation):
+        for source in self.load():
             for index in sorted({len(source) * number // _FINGERPRINT_ROWS for number in range(_FINGERPRINT_ROWS)}):
                 row = json.dumps(source[index], default=lambda value: type(value).__name__, skipkeys=True)
                 digest.update(row.encode())
@@ -162,7 +302,6 @@ class PromptData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Refuse steps that would leave a process without a prompt."""
-        self._begin()
         if stage == "fit" and self.prompts_per_step < self._processes():
             raise ValueError(
                 f"data.prompts_per_step={self.prompts_per_step}: expected at least the number of processes, "
@@ -171,25 +310,22 @@ class PromptData(LightningDataModule):
 
     def train_dataloader(self) -> Batches:
         """The batches from the last completed step to the next validation, or to the end of the run."""
-        self._begin()
         return Batches(lambda: self._loader(self.train, self._stretch()))
 
     def val_dataloader(self) -> Batches:
         """The held-out prompts, always in the same order."""
-        self._begin()
         batches = even_batches(len(self.validation), self.validation_batch_size, self._processes())
-        return SizedBatches(lambda: self._loader(self.validation, batches), len(batches))
+        return Batches(lambda: self._loader(self.validation, batches), len(batches))
 
-    def _begin(self) -> None:
-        """Make a row of each source, so that workers inherit what it computes once."""
-        for source in self.load():
-            _ = source[0]
+    def follow(self, completed_steps: Callable[[], int]) -> None:
+        """Begin after the steps that ``completed_steps`` counts, instead of those of the trainer's module."""
+        self._followed = completed_steps
 
-    def _stretch(self) -> StepSampler:
+    def _stretch(self) -> Iterator[list[int]]:
         start = self._completed_steps()
         left = max(self.steps - start, 0)
         num_steps = min(self.validate_every - start % self.validate_every, left) if self.validate_every else left
-        return StepSampler(len(self.train), self.prompts_per_batch, self.seed, start, num_steps)
+        return step_batches(len(self.train), self.prompts_per_batch, self.seed, start, num_steps)
 
     def _checked(self, train: Source, validation: Source) -> tuple[Source, Source]:
         if self.prompts_per_step > len(train):
@@ -199,14 +335,10 @@ class PromptData(LightningDataModule):
             )
         if not len(validation):
             raise ValueError("data.validation: no held-out prompt is left; at least 1 is needed")
-        _ = validation[0]  # a generator that cannot make one row says so now
+        _ = train[0], validation[0]  # a generator that cannot make a row says so; workers inherit what it computes once
         if len(validation) > self.validation_size:
             validation = Subset(validation, range(self.validation_size))
         return train, validation
-
-    def follow(self, completed_steps: Callable[[], int]) -> None:
-        """Begin after the steps that ``completed_steps`` counts, instead of those of the trainer's module."""
-        self._followed = completed_steps
 
     def _completed_steps(self) -> int:
         if self._followed is not None:
@@ -216,16 +348,22 @@ class PromptData(LightningDataModule):
     def _processes(self) -> int:
         return self.trainer.world_size if self.trainer else 1
 
-    def _loader(self, source: Source, batches: StepSampler | list[list[int]]) -> DataLoader[Row]:
+    def _loader(self, source: Source, batches: Iterable[list[int]]) -> DataLoader[Any]:
         return DataLoader(
-            source,  # type: ignore[arg-type]
+            range(len(source)),  # type: ignore[arg-type]
             batch_sampler=batches,
-            collate_fn=Prompts.collate,
+            collate_fn=functools.partial(collate, source),
             num_workers=self.num_workers,
         )
 
 
-def check_prompts(data: PromptData, policy: Policy, config: Mapping[str, Any]) -> None:
+def collate(source: Source, indices: Iterable[int]) -> Prompts:
+    """A batch of some rows, which knows where each comes from."""
+    indices = list(indices)
+    return Prompts.collate([source[i] for i in indices], [origin(source, i) for i in indices])
+
+
+def check_prompts(data: PromptData, policy: "Policy", config: Mapping[str, Any]) -> None:
     """Check that the prompts, those that are made on access only in part, fit into the policy's context.
 
     Raises:
@@ -233,23 +371,20 @@ def check_prompts(data: PromptData, policy: Policy, config: Mapping[str, Any]) -
     """
     if "rollout" not in config["module"]:  # supervised
         return
-    train, context, limit = data.train, policy.context, data.max_prompt_length
-    parts = {"rollout": train, "validation": data.validation}
-    if config["mode"] not in ("fit", "preflight"):
-        del parts["rollout"]
-    for part, source in parts.items():
-        size = min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source)
+    context, limit = policy.context, data.max_prompt_length
+    parts = {"rollout": data.train} if config["mode"] in ("fit", "preflight") else {}
+    for part, source in {**parts, "validation": data.validation}.items():
         key, new = f"{part}.max_new_tokens", config[part]["max_new_tokens"]
         if context is None or not isinstance(new, int) or (limit is not None and limit + new <= context):
             continue
         remedy = f"{key} below {context}"
         if new < context:
             remedy = f"data.max_prompt_length={context - new}, which leaves out longer prompts, or a lower {key}"
-        for start in range(0, size, CHUNK):
-            numbers = range(start, min(start + CHUNK, size))
+        size = min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source)
+        for numbers in _chunks(size):
             for number, length in zip(numbers, policy.count_tokens([source[i][0] for i in numbers]), strict=True):
                 if length + new > context:
                     raise ValueError(
-                        f"{place(source, number)}: the prompt has {length} tokens, which with {key}={new} are more "
+                        f"{origin(source, number)}: the prompt has {length} tokens, which with {key}={new} are more "
                         f"than the model's context of {context}; set {remedy}"
                     )

@@ -10,12 +10,11 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from grpo_lightning.config.rules import messages_problem
-from grpo_lightning.data.datamodule import PromptData
-from grpo_lightning.data.files import JsonLines, check_prompt
-from grpo_lightning.data.sources import GeneratedRows, Row, Source
+from grpo_lightning.data.datamodule import GeneratedRows, PromptData, Row, Source
+from grpo_lightning.data.files import JsonLines, check_prompt, data_module
 from grpo_lightning.types import Message
 
 
@@ -26,19 +25,14 @@ class FileDemonstrations(JsonLines):
     completion is a list of messages: the assistant's, each but the last followed by one of the user or a tool. Or one
     column has a whole conversation, of which everything from the assistant's first message on is the completion.
 
-    Args:
-        path: One file or several, as in `JsonLines`.
-        prompt_column: Name of the column with the prompt, or with the conversation.
-        completion_column: Name of the column with the completion.
-
     Raises:
         ValueError: A row is malformed; names its place and column.
     """
 
     def __init__(self, path: str | Sequence[str], prompt_column: str, completion_column: str) -> None:
-        super().__init__(path, prompt_column)
+        super().__init__(path, prompt_column=prompt_column)
         self._rows = [
-            _demonstration(*row, completion_column, f"{self.place(i)}, column {completion_column!r}")
+            _demonstration(*row, completion_column, f"{self.origin(i)}, column {completion_column!r}")
             for i, row in enumerate(self._rows)
         ]
 
@@ -71,25 +65,15 @@ def prompts(
     validation: Callable[[], Source],
     **settings: Any,
 ) -> PromptData:
-    """Data module of `FileDemonstrations`, or without a ``path`` of the sources ``train`` and ``validation``.
-
-    Without a ``validation_path`` rows of the training files are held out.
-    """
+    """Data module of `FileDemonstrations`, or without a ``path`` of the sources ``train`` and ``validation``."""
     if path is None:
         return PromptData(train=train, validation=validation, **settings)
     source = partial(FileDemonstrations, prompt_column=prompt_column, completion_column=completion_column)
-    return PromptData(
-        train=partial(source, path),
-        validation=partial(source, validation_path) if validation_path else None,
-        **settings,
-    )
+    return data_module(source, path, validation_path, settings)
 
 
 # Reasoning in tags, for the shipped policy. A slip is carried on to the answer. Slips are spread over many values, so a
 # policy that imitates them is often wrong when it samples, while its likeliest answer stays right.
-
-Reasoning: TypeAlias = Callable[[Mapping[str, Any], random.Random, float], tuple[str, str]]
-"""(entry's metadata, random numbers, probability that a step slips) -> the reasoning, and the answer it comes to."""
 
 _OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -139,13 +123,14 @@ def _backward(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> 
     return " ".join(letters), "".join(reversed(letters))
 
 
-_REASONING: Mapping[str, Reasoning] = {
+_REASONING: Mapping[str, Callable[[Mapping[str, Any], random.Random, float], tuple[str, str]]] = {
     "basic_arithmetic": _expression,
     "chain_sum": _expression,
     "products": _expression,
     "simple_equations": _equation,
     "spell_backward": _backward,
 }
+"""Task -> (entry's metadata, random numbers, probability that a step slips) -> the reasoning and its answer."""
 
 
 def demonstrate(task: str, entry: Mapping[str, Any], rng: random.Random, *, slip_rate: float) -> str:
@@ -165,7 +150,6 @@ class ReasoningDemonstrations(GeneratedRows):
         size: Number of demonstrations.
         seed: First of the entries' seeds.
         slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
-
     """
 
     def __init__(self, tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int, slip_rate: float) -> None:
@@ -191,12 +175,8 @@ class ReasoningDemonstrations(GeneratedRows):
 class Products(GeneratedRows):
     """Problems for environment=calculator such as ``Calculate 473*86.``, whose answers have five digits.
 
-    The column ``completion`` demonstrates the calculator's use, ``calc(473*86)=``, or the mere right answer.
-
-    Args:
-        size: How many there are.
-        seed: Of the first one; that of the next one is greater by 1.
-        call_rate: Share of the demonstrations that ask the calculator.
+    The column ``completion`` demonstrates the calculator's use, ``calc(473*86)=``, in a share ``call_rate`` of the
+    rows, and the mere right answer in the others.
     """
 
     def __init__(self, size: int, seed: int, call_rate: float) -> None:
@@ -217,21 +197,13 @@ class Numbers(GeneratedRows):
     """Games for environment=guess, in which a number from 1 to ``highest`` is guessed, which the prompt does not tell.
 
     It is the column ``number``, and as a text the column ``answer``; ``highest`` games in a row have each number once.
-    The column ``completion`` demonstrates a game. In some games the player is careful, and guesses a number in the
-    middle third of those that the replies have left; in the others the player guesses any number, whatever was replied.
-
-    Args:
-        size: How many games there are.
-        seed: Of the first one; that of the next one is greater by 1.
-        highest: The greatest number.
-        guesses: How many guesses there are in a game.
-        careful_rate: Share of the games with a careful player.
+    The column ``completion`` demonstrates a game of at most ``guesses`` turns. In a share ``careful_rate`` of the games
+    the player guesses a number in the middle third of those that the replies have left, in the others any number.
     """
 
     def __init__(self, size: int, seed: int, highest: int, guesses: int, careful_rate: float) -> None:
         super().__init__(size, seed)
-        self._highest, self._guesses = highest, guesses
-        self._careful_rate = careful_rate
+        self._highest, self._guesses, self._careful_rate = highest, guesses, careful_rate
 
     def _row(self, number: int) -> Row:
         rng = random.Random(f"Numbers {number}")

@@ -10,11 +10,10 @@ import numpy
 from lightning.pytorch.utilities.seed import isolate_rng
 from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.dataset import ProceduralDataset
-from reasoning_gym.factory import create_dataset
+from reasoning_gym.factory import DATASETS, create_dataset
 
-from grpo_lightning.data.datamodule import PromptData
-from grpo_lightning.data.sources import Fits, GeneratedRows, Row
-from grpo_lightning.types import Prompt
+from grpo_lightning.config.settings import nearest
+from grpo_lightning.data.datamodule import Fits, GeneratedRows, PromptData, Row
 
 # Entries are made from consecutive seeds. Of every block of 2^29, the first half serves as a source's entries and the
 # second replaces unfit ones: training has the first block, validation the second, so that no seed serves twice.
@@ -26,7 +25,9 @@ _CACHE_SIZE = 1024  # entries; some tasks need a second for each
 
 
 def _dataset(task: str, config: Mapping[str, Any], size: int, seed: int) -> ProceduralDataset:
-    """Open a data set of reasoning_gym by its name."""
+    if task not in DATASETS:
+        hint = f"the nearest is {match}" if (match := nearest(task, DATASETS)) else f"there are {', '.join(DATASETS)}"
+        raise ValueError(f"data.task={task}: reasoning_gym has no such task; {hint}")
     try:
         specs = {"datasets": [DatasetSpec(**spec) for spec in config["datasets"]]} if "datasets" in config else {}
         return create_dataset(task, size=size, seed=seed, **{**config, **specs})
@@ -38,8 +39,8 @@ class ReasoningGym(GeneratedRows):
     """Entries of one reasoning_gym task, made from the seeds [seed, seed + size) when they are asked for.
 
     Its columns are ``answer`` (text, empty where only the verifier can tell), ``task``, ``metadata`` and
-    ``task_config``. A few tasks (intermediate_integration, isomorphic_strings, knight_swap, polynomial_multiplication,
-    ransom_note, word_ladder) make the same entries in every process only if PYTHONHASHSEED is set.
+    ``task_config``. A few tasks (such as word_ladder) make the same entries in every process only if PYTHONHASHSEED is
+    set.
 
     Args:
         task: Name of a reasoning_gym data set.
@@ -54,24 +55,17 @@ class ReasoningGym(GeneratedRows):
     """
 
     def __init__(
-        self,
-        task: str,
-        task_config: Mapping[str, Any],
-        size: int,
-        seed: int,
-        held_out: "ReasoningGym | None" = None,
+        self, task: str, task_config: Mapping[str, Any], size: int, seed: int, held_out: "ReasoningGym | None" = None
     ) -> None:
         if not 1 <= size <= _SPARE_OFFSET:
             raise ValueError(f"data.train_size, data.validation_size: expected 1 to {_SPARE_OFFSET}, got {size}")
         super().__init__(size, seed)
         self._task, self._task_config, self._held_out = task, dict(task_config), held_out
         self._entries = _dataset(task, task_config, size, seed)
-        self._open_spares = functools.cache(
-            functools.partial(_dataset, task, task_config, _NUM_SPARES, seed + _SPARE_OFFSET)
-        )
+        self._spares = functools.cache(lambda: _dataset(task, task_config, _NUM_SPARES, seed + _SPARE_OFFSET))
+        self._candidate = functools.lru_cache(_CACHE_SIZE)(self._make_candidate)
         self._fits: tuple[Fits, ...] = ()
         self._held_out_questions: frozenset[str] | None = None
-        self._cache: dict[tuple[int, int], dict[str, Any]] = {}
 
     def _row(self, number: int) -> Row:
         for attempt in range(_TRIES):
@@ -92,24 +86,19 @@ class ReasoningGym(GeneratedRows):
         source._held_out_questions = None
         return source, 0
 
-    def _candidate(self, index: int, attempt: int) -> dict[str, Any]:
-        key = index, attempt
-        if key not in self._cache:
-            if len(self._cache) >= _CACHE_SIZE:
-                self._cache.clear()
-            entries = self._open_spares() if attempt else self._entries
-            position = (index + attempt * _SPARE_STRIDE) % _NUM_SPARES if attempt else index
-            with isolate_rng(include_cuda=False):  # some tasks draw from global generators, or seed them themselves
-                random.seed(entries.seed + position)
-                numpy.random.seed(entries.seed + position)
-                self._cache[key] = entries[position]
-        return self._cache[key]
+    def _make_candidate(self, index: int, attempt: int) -> dict[str, Any]:
+        entries = self._spares() if attempt else self._entries
+        position = (index + attempt * _SPARE_STRIDE) % _NUM_SPARES if attempt else index
+        with isolate_rng(include_cuda=False):  # some tasks draw from global generators, or seed them themselves
+            random.seed(entries.seed + position)
+            numpy.random.seed(entries.seed + position)
+            entry: dict[str, Any] = entries[position]
+        return entry
 
-    def _suits(self, question: Prompt) -> bool:
+    def _suits(self, question: str) -> bool:
         if self._held_out_questions is None:
-            source = self._held_out or ()
-            questions = frozenset(str(prompt) for prompt, _ in source)
-            self._held_out_questions = questions if 2 * len(questions) >= len(source) else frozenset()
+            questions = frozenset(str(prompt) for prompt, _ in self._held_out or ())
+            self._held_out_questions = questions if 2 * len(questions) >= len(self._held_out or ()) else frozenset()
         return question not in self._held_out_questions and all(fits([question])[0] for fits in self._fits)
 
 

@@ -5,7 +5,6 @@ any process can play any turn, and a run that is continued plays the same. Nothi
 import it.
 """
 
-from grpo_lightning.environment.base import BadCall, Environment, EpisodeError, GeneratorEnvironment, check_columns
-from grpo_lightning.environment.episodes import Episodes
+from grpo_lightning.environment.base import BadCall, Environment, EpisodeError, Episodes, check_columns
 
-__all__ = ["BadCall", "Environment", "EpisodeError", "Episodes", "GeneratorEnvironment", "check_columns"]
+__all__ = ["BadCall", "Environment", "EpisodeError", "Episodes", "check_columns"]

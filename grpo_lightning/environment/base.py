@@ -1,23 +1,32 @@
-"""What an environment is: a function with settings, how it is called, and what it may return."""
+"""Multi-turn environments: functions that reply to the model, and the episodes that one rollout plays in them."""
 
 import copy
 import hashlib
 import inspect
+import logging
 import math
 import random
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from numbers import Real
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.config.rules import ENVIRONMENT, problems
 from grpo_lightning.console import single_line
-from grpo_lightning.reward.spec import arguments, is_coroutine_function
+from grpo_lightning.distributed import signals
+from grpo_lightning.reward import workers
+from grpo_lightning.reward.spec import Failure, arguments, describe_error, is_coroutine_function
+
+if TYPE_CHECKING:  # it imports torch, which worker processes can do without
+    from grpo_lightning.types import Prompt
 
 ARGUMENTS = ("turns", "replies", "prompt", "rng")
 """Arguments that every environment may name, beside the columns."""
+log = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 
 class EpisodeError(ValueError):
@@ -31,6 +40,47 @@ class BadCall(str):
     """A reply that says what is wrong with what the model has asked for; it is counted as ``episode/bad_calls``."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an environment returns after a turn."""
+
+    reply: str | None
+    """None: the episode is over."""
+    score: float | None
+    """Of the turn; None where it has none."""
+    is_bad_call: bool = False
+    is_cut: bool = False
+    """Whether the reply was longer than allowed."""
+
+    @classmethod
+    def of(cls, returned: Any, max_reply: int | None = None) -> "StepResult":
+        """Read what an environment has returned; halves of surrogate pairs become question marks.
+
+        Raises:
+            ValueError: It is nothing that an environment may return.
+        """
+        reply, score = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        if isinstance(reply, str) and (reply is returned or (score := _number(score)) is not None):
+            text = reply.encode(errors="replace").decode()
+            note = f"… ({len(text)} characters in all)"
+            limit = len(text) if max_reply is None else max_reply
+            shown = text if len(text) <= limit else text[: max(limit - len(note), 0)] + note[-limit:]
+            return cls(shown, score, is_bad_call=isinstance(reply, BadCall), is_cut=shown is not text)
+        if returned is None or (score := _number(returned)) is not None:
+            return cls(None, score)
+        raise ValueError(
+            f"the environment returned {returned!r:.80}; expected text (a reply), a finite number (over, with this "
+            "score), None (over) or (text, finite number)"
+        )
+
+
+def _number(value: Any) -> float | None:
+    """A finite number as a float; None if it is no such number."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # of torch and numpy
+    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None
 
 
 @dataclass(frozen=True)
@@ -77,17 +127,15 @@ class Environment:
             raise ValueError(f"function: expected a callable (`_partial_: true` in YAML), got {self.function!r:.80}")
         if is_coroutine_function(self.function):
             raise ValueError(f"function: expected no coroutine function (async def), got {self.name}")
-        if inspect.isgeneratorfunction(self.function):
+        if any(map(inspect.isgeneratorfunction, (self.function, type(self.function).__call__))):
             object.__setattr__(self, "function", GeneratorEnvironment(self.function))
         if errors := problems(ENVIRONMENT, {**vars(self), "role": self.reply_role}):
             raise ValueError("; ".join(errors))
 
-    def __call__(self, *, named: Mapping[str, Any], seed: Sequence[int] | None) -> "StepResult":
-        """Call the function with copies, in this process or in a worker.
+    def __call__(self, *, named: Mapping[str, Any], seed: Sequence[int] | None) -> StepResult:
+        """Call the function with copies of ``named``, in this process or in a worker.
 
-        Args:
-            named: Arguments by name.
-            seed: Of the generator ``rng``, which is the same on any machine; None: the function takes none.
+        ``seed`` is of the generator ``rng``, which is the same on any machine; None: the function takes none.
         """
         passed = copy.deepcopy(dict(named))
         if seed is not None:
@@ -166,38 +214,11 @@ class GeneratorEnvironment:
             episode.close()
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What an environment returns after a turn."""
-
-    reply: str | None
-    """None: the episode is over."""
-    score: float | None
-    """Of the turn; None where it has none."""
-    is_bad_call: bool = False
-    is_cut: bool = False
-    """Whether the reply was longer than allowed."""
-
-    @classmethod
-    def of(cls, returned: Any, max_reply: int | None = None) -> "StepResult":
-        """Read what an environment has returned; halves of surrogate pairs become question marks.
-
-        Raises:
-            ValueError: It is nothing that an environment may return.
-        """
-        reply, score = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        if isinstance(reply, str) and (reply is returned or (score := _number(score)) is not None):
-            text = reply.encode(errors="replace").decode()
-            note = f"… ({len(text)} characters in all)"
-            limit = len(text) if max_reply is None else max_reply
-            shown = text if len(text) <= limit else text[: max(limit - len(note), 0)] + note[-limit:]
-            return cls(shown, score, is_bad_call=isinstance(reply, BadCall), is_cut=shown is not text)
-        if returned is None or (score := _number(returned)) is not None:
-            return cls(None, score)
-        raise ValueError(
-            f"the environment returned {returned!r:.80}; expected text (a reply), a finite number (over, with this "
-            "score), None (over) or (text, finite number)"
-        )
+def _innermost(function: Any) -> Any:
+    """What partials and a `GeneratorEnvironment` call in the end."""
+    while isinstance(function, GeneratorEnvironment | partial):
+        function = function.function if isinstance(function, GeneratorEnvironment) else function.func
+    return function
 
 
 def check_columns(environment: Environment, column_names: Collection[str]) -> list[str]:
@@ -215,15 +236,155 @@ def check_columns(environment: Environment, column_names: Collection[str]) -> li
     return list(names)
 
 
-def _number(value: Any) -> float | None:
-    """A finite number as a float; None if it is no such number."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # of torch and numpy
-    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else None
+@dataclass
+class _Episode:
+    """The episode of one completion."""
+
+    turns: list[str] = field(default_factory=list)
+    replies: list[str] = field(default_factory=list)
+    scores: list[tuple[int, float]] = field(default_factory=list)
+    is_over: bool = False
+    failure: Failure | None = None
+    pending: Callable[[], Any] | None = None
+    """Gives the result of the last turn, which is still to come."""
+    reply: str | None = None
+    """To the last turn."""
 
 
-def _innermost(function: Any) -> Any:
-    """What partials and a `GeneratorEnvironment` call in the end."""
-    while isinstance(function, GeneratorEnvironment | partial):
-        function = function.function if isinstance(function, GeneratorEnvironment) else function.func
-    return function
+class Episodes:
+    """Episodes of the B completions of one rollout, in one environment.
+
+    Samplers `step` with each turn of the model and read the `reply`, see `grpo_lightning.sampler.Responder`. The
+    rest is read after sampling, and waits for results that are still to come.
+
+    Args:
+        environment: Its function and settings.
+        prompts: [B] the prompt of each completion.
+        columns: Name -> [B] what else the data set knows of the row.
+        seeds: [B] (the step's seed, number of the prompt, number of the completion in its group): what ``rng`` is a
+            function of.
+        poll: Called while workers are waited for; may raise to give up.
+
+    Raises:
+        EpisodeError: See `check_columns`.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        prompts: "Sequence[Prompt]",
+        columns: Mapping[str, Sequence[Any]],
+        seeds: Sequence[tuple[int, int, int]],
+        poll: Callable[[], None] | None = None,
+    ) -> None:
+        self._takes = frozenset(check_columns(environment, columns))
+        self._environment, self._seeds, self._poll = environment, seeds, poll
+        self._columns = {**columns, "prompt": prompts}
+        self._episodes = [_Episode() for _ in prompts]
+        self._num_bad_calls = self._num_cut = 0
+        self.is_slow = environment.timeout is not None
+        """Whether replies come from workers, and should be asked for late."""
+        self.role = environment.reply_role
+        """Role of the replies, user or tool; None: what the policy's settings say."""
+        self.seconds = 0.0
+        """That the environment has taken, or was waited for."""
+
+    def step(self, row: int, text: str) -> None:
+        """Give the text of a turn that the model has ended in completion ``row``, 0 <= row < B."""
+        episode, environment = self._episodes[row], self._environment
+        episode.turns.append(text)
+        available = {name: values[row] for name, values in self._columns.items()}
+        available |= {"turns": episode.turns, "replies": episode.replies}
+        named = {name: value for name, value in available.items() if name in self._takes}
+        call = {"named": named, "seed": self._seeds[row] if "rng" in self._takes else None}
+        if environment.timeout is None:
+            episode.pending = partial(self._call_here, call)
+        else:
+            episode.pending = partial(workers.submit(environment, call, seconds=environment.timeout).result, self._poll)
+
+    def reply(self, row: int) -> str | None:
+        """The reply to that turn; None: the episode is over, by the environment, a failure, or ``max_turns``."""
+        return self._settled(row).reply
+
+    def reject(self, row: int, problem: str) -> None:
+        """Fail the episode of completion ``row``, whose last reply the policy cannot read."""
+        episode = self._episodes[row]
+        episode.failure, episode.reply = Failure("reply", problem), None
+        episode.replies.pop()
+
+    @property
+    def scores(self) -> list[tuple[tuple[int, float], ...]]:
+        """[B] (number of the turn from 0, score) pairs, the environment's own."""
+        return [tuple(episode.scores) for episode in self._all()]
+
+    @property
+    def over(self) -> list[bool]:
+        """[B] whether the environment has ended the episode; else it failed, or was cut at some limit."""
+        return [episode.is_over for episode in self._all()]
+
+    @property
+    def failed(self) -> list[str | None]:
+        """[B] what went wrong; None: nothing."""
+        failures = [episode.failure for episode in self._all()]
+        return [None if failure is None else f"{failure.kind}: {failure.message}" for failure in failures]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Name -> mean over the episodes."""
+        num_failed = sum(problem is not None for problem in self.failed)
+        counts = {"failed": num_failed, "bad_calls": self._num_bad_calls, "cut_replies": self._num_cut}
+        return {f"episode/{name}": count / max(len(self._episodes), 1) for name, count in counts.items()}
+
+    def check(self) -> None:
+        """Raise `EpisodeError` where more than ``max_failed`` of the episodes have failed; warn of fewer."""
+        failed = [(row, problem) for row, problem in enumerate(self.failed) if problem is not None]
+        if not failed:
+            return
+        environment, size, (row, problem) = self._environment, len(self._episodes), failed[0]
+        turns = self._episodes[row].turns
+        message = (
+            f"environment {environment.name} failed in {len(failed)} of {size} episodes (allowed fraction: "
+            f"environment.max_failed={environment.max_failed}); first on row {row}, {problem}, turn {len(turns)}: "
+            f"{turns[-1]!r:.80}"
+        )
+        if len(failed) > environment.max_failed * size:
+            raise EpisodeError(message)
+        if environment.name not in _warned:
+            _warned.add(environment.name)
+            log.warning("%s; they are counted as episode/failed from now on", single_line(message))
+
+    def _all(self) -> list[_Episode]:
+        return [self._settled(row) for row in range(len(self._episodes))]
+
+    def _settled(self, row: int) -> _Episode:
+        """The episode with the result of its last turn."""
+        episode = self._episodes[row]
+        if episode.pending is None:
+            return episode
+        start = perf_counter()
+        try:
+            result = episode.pending()
+        finally:
+            self.seconds += perf_counter() - start
+        episode.pending = episode.reply = None
+        if isinstance(result, Failure):
+            episode.failure = result
+            return episode
+        self._num_bad_calls += result.is_bad_call
+        self._num_cut += result.is_cut
+        if result.score is not None:
+            episode.scores.append((len(episode.turns) - 1, result.score))
+        episode.is_over = result.reply is None
+        if result.reply is not None and len(episode.turns) < self._environment.max_turns:
+            episode.replies.append(result.reply)
+            episode.reply = result.reply
+        return episode
+
+    def _call_here(self, call: Mapping[str, Any]) -> StepResult | Failure:
+        result: StepResult | Failure
+        try:
+            result = self._environment(**call)
+        except (Exception, SystemExit) as error:
+            result = Failure("exception", describe_error(error))
+        signals.current().check()  # a signal may have come while the environment took long
+        return result

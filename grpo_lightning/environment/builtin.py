@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_lightning.config.rules import integer, number, problems
 from grpo_lightning.environment.base import BadCall
 from grpo_lightning.reward.accuracy import tag
 from grpo_lightning.reward.spec import arguments
@@ -106,10 +105,6 @@ def guess(
     return "higher" if int(text) < number else "lower"
 
 
-RULES = {"max_turns": integer(1), "discount": number(lambda v: 0 <= v <= 1, "a number from 0 to 1")}
-"""What the numbers of `Retry` may be."""
-
-
 class Retry:
     """Environment that says whether the answer is right, and lets the model try again.
 
@@ -125,14 +120,14 @@ class Retry:
         reply: The reply to a wrong answer.
 
     Raises:
-        ValueError: On construction: a setting is out of range.
+        ValueError: On construction, if ``discount`` is not in [0, 1].
     """
 
     def __init__(
         self, verifier: Callable[..., Sequence[float | None]], *, max_turns: int, discount: float, reply: str
     ) -> None:
-        if errors := problems(RULES, {"max_turns": max_turns, "discount": discount}):
-            raise ValueError("; ".join(errors))
+        if not 0 <= discount <= 1:
+            raise ValueError(f"discount={discount}: must be a number from 0 to 1")
         self._verifier, self._max_turns, self._discount, self._reply = verifier, max_turns, discount, reply
 
     def __call__(self, *, turns: Sequence[str], prompt: Any, **columns: Any) -> str | float | None:

@@ -3,17 +3,15 @@
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_lightning.config.rules import flag, integer, problems
 from grpo_lightning.environment.base import BadCall
 from grpo_lightning.environment.tools import Call, calls
 from grpo_lightning.reward.accuracy import fenced_blocks, without_thoughts
-from grpo_lightning.sandbox.client import Limits, Outcome, run
+from grpo_lightning.sandbox.client import Limits, run
 
-RULES = {"max_output": integer(100), "as_tool": flag()}
-"""What each setting may be, beside the limits of the sandbox."""
+_RULES = {"max_output": integer(100), "as_tool": flag()}
 _LANGUAGES = ("py", "python", "python3")
 _MAX_CELL = 100_000  # characters
 _MAX_ERROR = 500  # characters of the line that says what was raised
@@ -74,17 +72,6 @@ __main(json.loads(%r), %d)
 nowhere. The status says that the last has come to its end, with or without an exception, whose line is on stderr."""
 
 
-@dataclass(frozen=True)
-class _Result:
-    """What a cell has done."""
-
-    output: str
-    error: str
-    """The exception or the limit that ended it; empty where it came to its end."""
-    is_killed: bool
-    """Whether a limit, or the cell itself, ended the whole program."""
-
-
 class Python:
     """Environment in which the model writes Python, and reads what it prints.
 
@@ -111,7 +98,7 @@ class Python:
     def __init__(
         self, *, seconds: float, cpu_seconds: int, memory_mb: int, max_output: int = 2000, as_tool: bool = False
     ) -> None:
-        if errors := problems(RULES, {"max_output": max_output, "as_tool": as_tool}):
+        if errors := problems(_RULES, {"max_output": max_output, "as_tool": as_tool}):
             raise ValueError("; ".join(errors))
         self._limits = Limits(seconds=seconds, cpu_seconds=cpu_seconds, memory_mb=memory_mb)
         self._max_output = max_output
@@ -126,9 +113,9 @@ class Python:
         if last is None or isinstance(last, BadCall):
             return last
         cells = [cell for cell in before if cell is not None and not isinstance(cell, BadCall)]
-        result = _run((*cells, last), self._limits)
-        printed = _shortened(result.output.rstrip("\n"), self._max_output)
-        return "\n".join(part for part in (printed, result.error) if part) or "(no output)"
+        output, error, _ = _run((*cells, last), self._limits)
+        printed = _shortened(output.rstrip("\n"), self._max_output)
+        return "\n".join(part for part in (printed, error) if part) or "(no output)"
 
 
 def _cell(turn: str) -> str | None:
@@ -152,26 +139,25 @@ def _is_code(call: Call) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def _run(cells: tuple[str, ...], limits: Limits) -> _Result:
+def _run(cells: tuple[str, ...], limits: Limits) -> tuple[str, str, bool]:
     """Run the last of some cells, after those before it that have come to their end.
 
     The result is cached, as it is the same every time, unless a cell asks for the time or for the system's chance.
+
+    Returns:
+        What it prints; the exception or the limit that ended it, if any; and whether that ended the whole program.
     """
-    finished = [cell for number, cell in enumerate(cells[:-1], start=1) if not _run(cells[:number], limits).is_killed]
+    finished = [cell for number, cell in enumerate(cells[:-1], start=1) if not _run(cells[:number], limits)[2]]
     outcome = run(_PROGRAM % (json.dumps([*finished, cells[-1]]), _DONE), "", limits)
     printed = _shortened(outcome.stdout, _MAX_CELL)
     if outcome.ended == "exit" and outcome.code == _DONE:
-        return _Result(printed, _shortened(outcome.stderr, _MAX_ERROR), is_killed=False)
-    return _Result(printed, f"({_reason(outcome, limits)}; what this cell has defined is lost)", is_killed=True)
-
-
-def _reason(outcome: Outcome, limits: Limits) -> str:
-    """Why a program did not come to its end."""
-    return {
+        return printed, _shortened(outcome.stderr, _MAX_ERROR), False
+    reason = {
         "time": f"ended: all cells together may take {limits.seconds:g} s, and {limits.cpu_seconds} s of computing",
         "exit": f"ended with status {outcome.code}",
         "crash": f"ended by signal {-outcome.code}",
     }.get(outcome.ended, f"ended by the limit on {outcome.ended}")
+    return printed, f"({reason}; what this cell has defined is lost)", True
 
 
 def _shortened(text: str, limit: int) -> str:

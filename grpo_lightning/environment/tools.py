@@ -3,22 +3,20 @@
 import copy
 import inspect
 import json
+import math
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from grpo_lightning.config.rules import integer, problems
 from grpo_lightning.environment.base import BadCall
 from grpo_lightning.reward.accuracy import without_thoughts
 from grpo_lightning.reward.spec import describe_error
 
-RULES = {"max_calls": integer(1), "max_result": integer(100)}
-"""What each setting may be."""
+_RULES = {"max_calls": integer(1), "max_result": integer(100)}
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _FORM = 'a call is {"name": NAME, "arguments": {...}}'
 _MAX_CALL = 20_000  # characters
@@ -46,13 +44,11 @@ class Tools:
     """Environment in which the model calls functions, and reads what they return.
 
     A turn with calls gets their results as a reply, one below the other; a turn without ends the episode, and the
-    rewards judge it. What cannot be carried out (JSON that cannot be read, a tool that is not there, arguments that are
-    missing, unknown or of another type, a tool that raises an exception) gets a reply that says what is wrong, and is
-    counted as a bad call.
-
-    Only the calls of the last turn are carried out: a tool is a function of its arguments, and keeps nothing between
-    two calls. What it needs of the row it names as a parameter that ``columns`` lists. It returns a text, or anything
-    that JSON can hold; `grpo_lightning.environment.BadCall` for a request that it refuses; `Over` to end the episode.
+    rewards judge it. A call that cannot be carried out gets a reply that says what is wrong, and is counted as a bad
+    call. Only the calls of the last turn are carried out: a tool is a function of its arguments, and keeps nothing
+    between two calls. What it needs of the row it names as a parameter that ``columns`` lists. It returns a text, or
+    anything that JSON can hold; `grpo_lightning.environment.BadCall` for a request that it refuses; `Over` to end the
+    episode.
 
     Args:
         tools: Functions with type hints and a docstring that describes their arguments, of different names.
@@ -76,7 +72,7 @@ class Tools:
         max_calls: int = 8,
         max_result: int = 2000,
     ) -> None:
-        if errors := problems(RULES, {"max_calls": max_calls, "max_result": max_result}):
+        if errors := problems(_RULES, {"max_calls": max_calls, "max_result": max_result}):
             raise ValueError("; ".join(errors))
         if not isinstance(tools, list | tuple) or not tools:
             raise ValueError(f"tools: expected a list of functions, such as [my_tools.search], got {tools!r:.80}")
@@ -84,18 +80,13 @@ class Tools:
         self._by_name = {tool.name: tool for tool in all_tools}
         if len(self._by_name) < len(all_tools):
             raise ValueError(f"tools: expected different names, got {', '.join(tool.name for tool in all_tools)}")
-        empty = inspect.Parameter.empty
-        pairs = [("turns", empty), *(pair for tool in all_tools for pair in tool.hidden.items())]
-        row = dict(sorted(pairs, key=lambda pair: pair[1] is empty))  # what one of them needs has no default
-        if unused := set(columns) - set(row):
+        if unused := set(columns).difference(*(tool.hidden for tool in all_tools)):
             raise ValueError(f"columns: no tool has the parameter {', '.join(unused)}")
         self._max_calls, self._max_result = max_calls, max_result
         self.tools = [copy.deepcopy(tool.schema) for tool in all_tools]  # a chat template may change what it is given
         """The JSON schemas that the chat template shows."""
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        self.__signature__ = inspect.Signature(
-            [inspect.Parameter(name, keyword, default=default) for name, default in row.items()]
-        )
+        names = dict.fromkeys(["turns", *columns])
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
 
     def __call__(self, *, turns: Sequence[str], **row: Any) -> str | float | None:
         """Carry out the calls in the last turn; ``row`` has what ``columns`` lists; None without calls."""
@@ -113,12 +104,10 @@ class Tools:
     def _result(self, call: Call, row: Mapping[str, Any]) -> str | Over:
         if (tool := self._by_name.get(call.name)) is None:
             return BadCall(f"error: there is no tool {call.name!r:.50}; there are {', '.join(self._by_name)}")
+        if problem := tool.problem(call.arguments):
+            return BadCall(f"error: {problem}")
         try:
-            named = tool.arguments(call.arguments)
-        except _Misfit as error:
-            return BadCall(f"error: {error}")
-        try:
-            result = tool.function(**named, **{name: row[name] for name in tool.hidden if name in row})
+            result = tool.function(**tool.typed(call.arguments), **{name: row[name] for name in tool.hidden})
             if isinstance(result, Over):
                 return result
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
@@ -129,10 +118,6 @@ class Tools:
         return BadCall(text) if isinstance(result, BadCall) else str(text)
 
 
-class _Misfit(ValueError):
-    """Arguments that do not fit a tool; the message is meant for the model."""
-
-
 @dataclass(frozen=True)
 class _Tool:
     """A function that the model may call."""
@@ -141,10 +126,10 @@ class _Tool:
     name: str
     schema: Mapping[str, Any]
     """As chat templates show it: type, and function with name, description and parameters."""
-    hidden: Mapping[str, Any]
-    """Its parameters that come from the row, and not from the model -> default."""
-    shown: inspect.Signature
-    """Its other parameters, with type hints."""
+    hidden: Collection[str]
+    """Its parameters that come from the row, and not from the model."""
+    shown: Mapping[str, Any]
+    """Its other parameters -> type hint."""
 
     @classmethod
     def of(cls, function: Any, columns: Collection[str]) -> "_Tool":
@@ -153,35 +138,35 @@ class _Tool:
         if not inspect.isroutine(inner) or inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner):
             raise ValueError(f"tools: expected plain functions, such as my_tools.search, got {function!r:.80}")
         parameters = [p for p in inspect.signature(inner).parameters.values() if p.name not in bound]
+        shown = [p for p in parameters if p.name not in columns]
         try:
             hints = get_type_hints(inner)
-            parameters = [p.replace(annotation=hints.get(p.name, p.empty)) for p in parameters]
-            shown = [p for p in parameters if p.name not in columns]
             schema = _schema(inner, shown, hints)
         except Exception as error:  # whatever evaluating an annotation raises
             raise ValueError(
                 f"tools: {inner.__name__}: {error} (a tool needs type hints, and a docstring with a section `Args:`; "
                 "what comes from the row stands in `columns`)"
             ) from error
-        hidden = {p.name: p.default for p in parameters if p.name in columns}
-        return cls(function, inner.__name__, schema, hidden, inspect.Signature(shown))
+        hidden = [p.name for p in parameters if p.name in columns]
+        return cls(function, inner.__name__, schema, hidden, {p.name: hints.get(p.name, Any) for p in shown})
 
-    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's arguments, as the function's type hints have them; raises `_Misfit`."""
-        parameters, arguments = self.shown.parameters, {}
-        errors = [f"{name!r:.50} is no argument" for name in values if name not in parameters]
-        for name, parameter in parameters.items():
-            if name in values:
-                try:
-                    arguments[name] = _fitted(values[name], parameter.annotation, name)
-                except _Misfit as error:
-                    errors.append(str(error))
-            elif parameter.default is parameter.empty:
-                errors.append(f"{name!r} is missing")
-        if errors:
-            usage = ", ".join(f"{name}: {_name(parameter.annotation)}" for name, parameter in parameters.items())
-            raise _Misfit(f"{'; '.join(errors[:5])}; the tool is {self.name}({usage})"[:1000])
-        return arguments
+    def problem(self, values: Mapping[str, Any]) -> str | None:
+        """What is wrong with the model's arguments, for the model to read; None: they fit the schema."""
+        from jsonschema import Draft202012Validator
+
+        schema = {**_strict(self.schema["function"]["parameters"]), "additionalProperties": False}
+        errors = [
+            f"{error.json_path.removeprefix('$.')}: {error.message:.200}".removeprefix("$: ")
+            for error in Draft202012Validator(schema).iter_errors(dict(values))
+        ]
+        usage = ", ".join(f"{name}: {inspect.formatannotation(hint)}" for name, hint in self.shown.items())
+        return f"{'; '.join(errors[:5])}; the tool is {self.name}({usage})"[:1000] if errors else None
+
+    def typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments as JSON holds them, but for those whose type hint is an Enum or a tuple."""
+        kinds = {name: get_origin(hint) or hint for name, hint in self.shown.items()}
+        is_made = {name: isinstance(kind, type) and issubclass(kind, Enum | tuple) for name, kind in kinds.items()}
+        return {name: kinds[name](value) if is_made[name] else value for name, value in values.items()}
 
 
 def _schema(function: Any, shown: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,49 +185,26 @@ def _schema(function: Any, shown: Sequence[inspect.Parameter], hints: Mapping[st
     return schema
 
 
-def _fitted(value: Any, hint: Any, place: str) -> Any:
-    """A value of JSON as its type hint says: 2.0 as an int, a list as a tuple, a text as an Enum; raises `_Misfit`."""
-    kind, options = get_origin(hint) or hint, get_args(hint)
-    if kind is Any:
-        return value
-    if kind in (Union, UnionType):
-        for option in options:
-            try:
-                return _fitted(value, option, place)
-            except _Misfit:
-                continue
-    elif kind is Literal:
-        if any(value == option and type(value) is type(option) for option in options):
-            return value
-    elif isinstance(kind, type) and issubclass(kind, Enum):
-        if value in [option.value for option in kind]:
-            return kind(value)
-    elif kind in (int, float):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and (value % 1 == 0 if kind is int else abs(value) <= sys.float_info.max):
-            return kind(value)
-    elif kind in (list, tuple) and isinstance(value, list):
-        hints = options if kind is tuple else (options or (Any,)) * len(value)
-        if len(hints) == len(value):
-            return kind(_fitted(item, hints[i], f"{place}[{i}]") for i, item in enumerate(value))
-    elif kind is dict and isinstance(value, dict):
-        element = options[1] if options else Any
-        return {key: _fitted(item, element, f"{place}[{key:.50}]") for key, item in value.items()}
-    elif not isinstance(kind, type) or isinstance(value, kind):
-        return value
-    text = json.dumps(value)
-    raise _Misfit(f"'{place}' is {text[:50]}{'…' if len(text) > 50 else ''}, and should be {_name(hint)}")
-
-
-def _name(hint: Any) -> str:
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(json.dumps(member.value) for member in hint)
-    return inspect.formatannotation(hint)
+def _strict(schema: Any) -> Any:
+    """A schema of transformers as JSON Schema has it, which knows no ``nullable``."""
+    if isinstance(schema, list):
+        return [_strict(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {key: _strict(part) for key, part in schema.items() if part is not True}
+    return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain
 
 
 def _plain(value: Any) -> Any:
     """What JSON has no type for: arrays and numbers of numpy and torch become lists and numbers, others texts."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _number(text: str) -> int | float:
+    """A number of JSON: 2.0 is an integer there, and NaN is none."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.20} is no finite number")
+    return int(value) if value.is_integer() else value
 
 
 def calls(turn: str, *, limit: int) -> list[Call | BadCall]:
@@ -278,11 +240,11 @@ def _call(text: str) -> Call | BadCall:
     if len(text) > _MAX_CALL:
         return BadCall(f"error: the call has {len(text)} characters; the limit is {_MAX_CALL}")
     try:
-        call = json.loads(text)
+        call = json.loads(text, parse_float=_number, parse_constant=_number)
         name = call.get("name") if isinstance(call, dict) else None
         arguments = call.get("arguments", call.get("parameters", {})) if isinstance(name, str) else None
         if isinstance(arguments, str):  # some models write the arguments as a text in JSON
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, parse_float=_number, parse_constant=_number)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         return BadCall(f"error: the call is not valid JSON: {reason}; {_FORM}")
