@@ -39,10 +39,9 @@ def standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> 
 def centered(rewards: Tensor) -> Tensor:
     """The advantage of Dr. GRPO: r - mean of the group, which does not favour prompts of low variance.
 
-    arXiv:2503.20783. Args, returns and errors are those of ``standardized``.
+    arXiv:2503.20783. Arguments are those of ``standardized``.
     """
-    if rewards.dim() < 2 or rewards.shape[-1] < 2:
-        raise ValueError(f"a group needs at least 2 completions, got rewards {tuple(rewards.shape)}")
+    _check_group(rewards, -1)
     applies = ~rewards.isnan()
     count = applies.sum(-1, keepdim=True).clamp(min=1)
     known = rewards.nan_to_num(0.0)
@@ -55,7 +54,7 @@ def centered(rewards: Tensor) -> Tensor:
 def leave_one_out(rewards: Tensor) -> Tensor:
     """The advantage of RLOO: r - mean of the group's others = n / (n - 1) * centered, with n rewards that apply.
 
-    arXiv:2402.14740. Args, returns and errors are those of ``standardized``.
+    arXiv:2402.14740. Arguments are those of ``standardized``.
     """
     count = rewards.isnan().logical_not().sum(-1, keepdim=True)
     return centered(rewards) * (count / (count - 1).clamp(min=1))
@@ -65,7 +64,7 @@ def batch_standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 
     """The centered reward over the whole rollout's deviation: (r - mean of the group) / (std of all rewards + eps).
 
     arXiv:2508.08221, section 4.1.3; TRL's ``scale_rewards="batch"``. The batch is all P * G rewards of the rollout,
-    over all processes. Args, returns and errors are those of ``standardized``.
+    over all processes.
     """
     applies = ~rewards.isnan()
     mean = rewards.nanmean()
@@ -79,8 +78,7 @@ def batch_whitened(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -
     """The advantage of REINFORCE++ with a baseline: d = r - mean of the group, divided by (std of all d + eps).
 
     arXiv:2501.03262. The deviation leaves out how prompts differ from one another; each of the rollout's P * G
-    completions, over all processes, counts once in it, where some systems count each of its tokens. Args, returns and
-    errors are those of ``standardized``.
+    completions, over all processes, counts once in it, where some systems count each of its tokens.
     """
     distance = centered(rewards)
     deviation = _deviation(distance.flatten(), ~rewards.isnan().flatten(), correction)
@@ -91,19 +89,7 @@ def per_reward(scores: Tensor, weights: Tensor, *, eps: float = 1e-4, correction
     """Every reward standardized in its group by itself, then weighted and summed.
 
     Rewards of different scales keep the influence that their weights give them, and combinations of equal sum stay
-    distinct.
-
-    Args:
-        scores: [K, P, G] of each reward before its weight; NaN where it does not apply.
-        weights: [K] of each reward.
-        eps: What is added to the deviation, in units of the score.
-        correction: What is subtracted from G in the divisor of the deviation, 0 or 1.
-
-    Returns:
-        [P, G] advantages; those of a group sum to zero.
-
-    Raises:
-        ValueError: G < 2, or ``correction`` is neither 0 nor 1.
+    distinct. ``scores`` [K, P, G] are before their ``weights`` [K]; the rest is as in ``standardized``.
     """
     # [K] -> [K, 1, 1], times [K, P, G]
     return (weights.view(-1, 1, 1) * standardized(scores, eps=eps, correction=correction)).sum(0)
@@ -112,8 +98,7 @@ def per_reward(scores: Tensor, weights: Tensor, *, eps: float = 1e-4, correction
 def gdpo(scores: Tensor, weights: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
     """The advantage of GDPO: that of ``per_reward``, then (a - mean) / (std + eps) over all P * G completions.
 
-    arXiv:2601.05242. The last step keeps the scale the same whatever the number of rewards. Args, returns and errors
-    are those of ``per_reward``.
+    arXiv:2601.05242. The last step keeps the scale the same whatever the number of rewards.
     """
     summed = per_reward(scores, weights, eps=eps, correction=correction)  # whose mean is 0, as that of every group is
     applies = ~scores.isnan().all(0)
@@ -134,14 +119,8 @@ def process(steps: Tensor, *, eps: float = 1e-4, correction: int = 1) -> Tensor:
 
     Returns:
         [P, G, T] advantages; a group whose scores are all equal has 0.
-
-    Raises:
-        ValueError: G < 2, or ``correction`` is neither 0 nor 1.
     """
-    if steps.dim() != 3 or steps.shape[1] < 2:
-        raise ValueError(f"a group needs at least 2 completions, got steps {tuple(steps.shape)}")
-    if steps.shape[-1] == 0:
-        return torch.zeros_like(steps)
+    _check_group(steps, 1)
     # [P, G, T] -> [P, G * T] -> [P, G * T + 1]
     flat = torch.nn.functional.pad(steps.flatten(1), (0, 1), value=torch.nan)
     normalized = standardized(flat, eps=eps, correction=correction)[:, :-1].view_as(steps)
@@ -162,12 +141,8 @@ def to_go(steps: Tensor) -> Tensor:
     Returns:
         [P, G, T] advantages; 0 in completions without any score, which enter no mean, and in groups of which fewer
         than two completions have one.
-
-    Raises:
-        ValueError: G < 2.
     """
-    if steps.dim() != 3 or steps.shape[1] < 2:
-        raise ValueError(f"a group needs at least 2 completions, got steps {tuple(steps.shape)}")
+    _check_group(steps, 1)
     applies = (~steps.isnan()).any(-1, keepdim=True)  # [P, G, 1]
     scores = steps.nan_to_num(0.0)
     sums = scores.sum(-1, keepdim=True)  # [P, G, T] -> [P, G, 1]
@@ -175,6 +150,11 @@ def to_go(steps: Tensor) -> Tensor:
     baseline = (sums.sum(1, keepdim=True) - sums) / others.clamp(min=1)
     ahead = scores.flip(-1).cumsum(-1).flip(-1)
     return torch.where(applies & (others > 0), ahead - baseline, 0.0)
+
+
+def _check_group(rewards: Tensor, dim: int) -> None:
+    if rewards.dim() < 2 or rewards.shape[dim] < 2:
+        raise ValueError(f"a group needs at least 2 completions, got rewards {tuple(rewards.shape)}")
 
 
 def _deviation(distance: Tensor, applies: Tensor, correction: int) -> Tensor:

@@ -57,19 +57,9 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-# Surrogates: what is maximized in place of the expected reward, per token. r = pi / pi_old of a sampled token, A its
-# advantage. Every function has the same first arguments and results:
-#
-# Args:
-#     log_ratio: [B, T] log pi - log pi_old of the sampled tokens; r = exp(log_ratio).
-#     advantages: [B, T] A; an outcome advantage is the same along a row.
-#     mask: [B, T] True on the tokens that count.
-#
-# Returns:
-#     The objective [B, T], to be maximized, and where a bound is active [B, T] (bool), for policy/clip_fraction.
-#
-# Raises:
-#     ValueError: advantages or mask differ in shape from log_ratio.
+# Surrogates: what is maximized in place of the expected reward, per token; r = pi / pi_old = exp(log_ratio), A the
+# advantage. All take log_ratio, advantages and mask, [B, T] each (an outcome advantage is the same along a row), and
+# return the objective [B, T] and where a bound is active [B, T] (bool), for policy/clip_fraction.
 
 
 @per_token
@@ -92,9 +82,9 @@ def clipped(
     Where a bound is active, and only there, a token that counts passes no gradient.
 
     Args:
-        log_ratio: [B, T], like ``advantages`` and ``mask``; see above.
+        log_ratio: [B, T], like ``advantages`` and ``mask``.
         advantages: [B, T]
-        mask: [B, T]
+        mask: [B, T] True on the tokens that count.
         epsilon_low: The largest decrease of the ratio that still has a gradient, in (0, 1).
         epsilon_high: The largest increase of the ratio that still has one, > 0.
         dual_clip: A bound c > 1 for A < 0, where the objective is at least c A (arXiv:1912.09729, Eq. 5).
@@ -196,53 +186,40 @@ def reinforce(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tens
     return advantages * log_ratio, torch.zeros_like(mask)
 
 
+def _check_shapes(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> None:
+    if not log_ratio.shape == advantages.shape == mask.shape:
+        shapes = f"advantages {tuple(advantages.shape)} and mask {tuple(mask.shape)}"
+        raise ValueError(f"{shapes} must match log_ratio {tuple(log_ratio.shape)}")
+
+
 def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
     """The mean [B, 1] over the tokens of each row that count; 0 in a row without any."""
     return (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _check_shapes(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> None:
-    if advantages.shape != log_ratio.shape or mask.shape != log_ratio.shape:
-        raise ValueError(
-            f"advantages {tuple(advantages.shape)} and mask {tuple(mask.shape)} must match "
-            f"log_ratio {tuple(log_ratio.shape)}"
-        )
-
-
-# Per-token estimates of KL(policy || reference) from the policy's own samples.
+# Per-token estimates of KL(policy || reference) in nats, [B, T], from the policy's own samples: joschu.net/blog/
+# kl-approx.html. All take the tokens' log-probabilities under the policy and the reference, and log pi - log pi_old,
+# which only `k3_weighted` needs.
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor | None = None) -> Tensor:
     """Schulman's k1 = log pi - log pi_ref: unbiased as a value, can be negative.
 
-    joschu.net/blog/kl-approx.html. As a loss term on the policy's own samples its expected gradient is zero: it belongs
-    in the reward (``rollout.kl_penalty``).
-
-    Args:
-        logprobs: [B, T] log-probabilities of the sampled tokens under the policy.
-        ref_logprobs: [B, T] their log-probabilities under the reference.
-        log_ratio: [B, T] their log-probabilities under the policy less those under the policy that sampled; only
-            ``k3_weighted`` needs it.
-
-    Returns:
-        The estimates [B, T] in nats; zero where the two agree.
+    As a loss term on the policy's own samples its expected gradient is zero: it belongs in the reward
+    (``rollout.kl_penalty``).
     """
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor | None = None) -> Tensor:
-    """Schulman's k2 = (log pi - log pi_ref)^2 / 2: biased as a value; on-policy its gradient is that of KL(pi || ref).
-
-    joschu.net/blog/kl-approx.html. Args and returns are those of ``k1``; never negative.
-    """
+    """Schulman's k2 = (log pi - log pi_ref)^2 / 2: biased, but on-policy with the gradient of KL(pi || ref)."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor | None = None) -> Tensor:
     """Schulman's k3 = pi_ref / pi - log(pi_ref / pi) - 1: unbiased as a value, never negative, low variance.
 
-    arXiv:2402.03300, Eq. 4; joschu.net/blog/kl-approx.html. On-policy its expected gradient is that of KL(ref || pi).
-    Args and returns are those of ``k1``.
+    arXiv:2402.03300, Eq. 4. On-policy its expected gradient is that of KL(ref || pi).
     """
     distance = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return distance.exp() - distance - 1
@@ -252,40 +229,27 @@ def k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor) -> Te
     """The estimate (pi / pi_old) k3, whose ratio has its gradient: unbiased off-policy, too.
 
     DeepSeek-V3.2, arXiv:2512.02556, Eq. 7. Its expected gradient is that of KL(pi || ref); on-policy its value is that
-    of ``k3``. Args and returns are those of ``k1``.
+    of ``k3``.
     """
     return ratio_of(log_ratio) * k3(logprobs, ref_logprobs)
 
 
-# Token weights: how much each token counts. mask [B, T] has all rows of the optimizer step, whatever process they fall
-# to, and is True on the tokens that count; the sum of the weights scales the loss.
+# Token weights [B, T], 0 where masked: how much each token counts. mask [B, T] has all rows of the optimizer step,
+# whatever process they fall to, and is True on the tokens that count; the sum of the weights scales the loss.
 
 
 def completion_mean(mask: Tensor) -> Tensor:
-    """Completions count equally, tokens equally within one: GRPO's 1/B sum 1/|o_i| (arXiv:2402.03300, Eq. 3).
-
-    Args:
-        mask: [B, T] True on the tokens that count, of all completions in one optimizer step.
-
-    Returns:
-        The weights [B, T], 1 / (B * tokens of the row); 0 where masked.
-    """
+    """Completions count equally, tokens equally within one: GRPO's 1/B sum 1/|o_i| (arXiv:2402.03300, Eq. 3)."""
     return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * len(mask))
 
 
 def token_mean(mask: Tensor) -> Tensor:
-    """Every token of the optimizer step counts equally: DAPO's remedy for long answers.
-
-    arXiv:2503.14476, Eq. 8. Args and returns are those of ``completion_mean``; each weight is 1 / tokens of the step.
-    """
+    """Every token of the optimizer step counts equally: DAPO's remedy for long answers (arXiv:2503.14476, Eq. 8)."""
     return mask / mask.sum().clamp(min=1)
 
 
 def constant(mask: Tensor, *, length: int) -> Tensor:
-    """Every token has the weight 1 / (B * length) whatever its neighbours: Dr. GRPO (arXiv:2503.20783).
-
-    Args and returns are those of ``completion_mean``; ``length`` is a constant number of tokens, usually the limit.
-    """
+    """Every token has the weight 1 / (B * length), with a constant number of tokens: Dr. GRPO (arXiv:2503.20783)."""
     return mask / (length * len(mask))
 
 
@@ -293,27 +257,16 @@ def completion_sum(mask: Tensor) -> Tensor:
     """A completion counts by its length: its tokens are summed, 1 / B each.
 
     RLOO (arXiv:2402.14740), where the whole completion is one action; LUSPO, which weighs a completion's mean by its
-    length. Args and returns are those of ``completion_mean``.
+    length.
     """
     return mask / len(mask)
 
 
-# Corrections of the loss for tokens that another distribution than the policy drew: an engine, another dtype.
-#
-# An engine that samples from the policy's weights computes other probabilities than training does, mu in place of
-# pi_old. An expectation under pi_old is one under mu in which everything counts rho = pi_old / mu times as much; bounds
-# keep the variance of rho small, at the price of some bias. The factor multiplies the weights of the loss, without
-# gradient.
-#
-# The exponent of rho = exp(log_ratio) is clamped to +-20, also that of a product. Weights are not normalized again:
-# factors below 1 on average make the step smaller. Every correction has the same first arguments and result:
-#
-# Args:
-#     log_ratio: [B, T] log pi_old - log mu of the sampled tokens.
-#     mask: [B, T] True on the tokens that count.
-#
-# Returns:
-#     The factor [B, T] >= 0; 0 where masked.
+# Corrections for a sampler that computes other probabilities mu than training does, pi_old: an engine, another dtype.
+# An expectation under pi_old is one under mu in which everything counts rho = pi_old / mu times as much; bounds keep
+# the variance of rho small, at the price of some bias. All take log_ratio = log pi_old - log mu and mask, [B, T] each,
+# and return a factor [B, T] >= 0 of the loss's weights, without gradient; 0 where masked. Weights are not normalized
+# again: factors below 1 on average make the step smaller.
 
 
 def no_correction() -> None:
@@ -338,7 +291,7 @@ def token_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) -> T
     lies in [0, 1), ``high`` above 1.
     """
     ratio = ratio_of(log_ratio)
-    return torch.where(mask & _inside(ratio, low, high), ratio, 0.0)
+    return torch.where(mask & (low <= ratio) & (ratio <= high), ratio, 0.0)
 
 
 def sequence_truncation(log_ratio: Tensor, mask: Tensor, *, cap: float) -> Tensor:
@@ -357,7 +310,7 @@ def sequence_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) -
     completion is long enough: 0.012 nats per token make it 3.3 after 100 tokens (huggingface/trl#4772).
     """
     ratio = ratio_of(_sum(log_ratio, mask))  # [B, 1]
-    return torch.where(mask & _inside(ratio, low, high), ratio, 0.0)  # [B, 1] -> [B, T]
+    return torch.where(mask & (low <= ratio) & (ratio <= high), ratio, 0.0)  # [B, 1] -> [B, T]
 
 
 def geometric_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -367,8 +320,8 @@ def geometric_mask(log_ratio: Tensor, mask: Tensor, *, low: float, high: float) 
     on the whole, whatever their length, and weighs the others alike: it bounds the error and corrects nothing. The
     scatter of M falls with the square root of the length, so short completions need wider bounds.
     """
-    mean = _sum(log_ratio, mask) / mask.sum(-1, keepdim=True).clamp(min=1)  # [B, 1]
-    return (mask & _inside(ratio_of(mean), low, high)).to(log_ratio.dtype)
+    ratio = ratio_of(_sum(log_ratio, mask) / mask.sum(-1, keepdim=True).clamp(min=1))  # [B, 1]
+    return (mask & (low <= ratio) & (ratio <= high)).to(log_ratio.dtype)
 
 
 def _sum(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -376,18 +329,11 @@ def _sum(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
 
 
-def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
-    return (low <= ratio) & (ratio <= high)
-
-
 @torch.no_grad()
 def mismatch(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far the sampler was from the policy, as sums over tokens that add up over micro-batches and processes.
+    """How far the sampler was from the policy, as sums over tokens; ``*_max`` is a maximum.
 
-    Returns:
-        Sums that become means when divided by the number of tokens, and a maximum where the name ends in ``_max``:
-        "mismatch_mean", of |log_ratio| in nats, "mismatch_max", the largest, and "mismatch_kl", of
-        Schulman's k3 for KL(mu || pi_old):  rho - 1 - log rho  (joschu.net/blog/kl-approx.html).
+    |log_ratio| in nats, and Schulman's k3 for KL(mu || pi_old):  rho - 1 - log rho  (joschu.net/blog/kl-approx.html).
     """
     gaps = torch.where(mask, log_ratio, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     sizes = gaps.abs()
@@ -396,11 +342,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def corrections(factor: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Statistics of a correction's factor [B, T], as `mismatch` returns them.
-
-    Returns:
-        The scalars "correction_mean" and "correction_max", of the factor, and "correction_masked", of where it is 0.
-    """
+    """Of a correction's factor [B, T] the sum over tokens, the maximum, and how often it is 0."""
     factor = torch.where(mask, factor, 0.0)
     return {
         "correction_mean": factor.sum(),
@@ -437,9 +379,6 @@ class PolicyLoss:
         Returns:
             The scalar to minimize, and detached parts of it, which add up over the rows of the step:
             "total", "policy", "kl" and "entropy", the last two times their coefficients and where these are not 0.
-
-        Raises:
-            ValueError: There is an entropy bonus and no entropy.
         """
         log_ratio = logprobs - rows.old_logprobs
         objective, _ = self.surrogate(log_ratio, rows.advantages, rows.mask)
@@ -462,9 +401,6 @@ class PolicyLoss:
             mask: [B, T] True on the tokens that count.
             on_policy: Whether the policy's log-probabilities take the place of the sampler's as the old ones. If not,
                 the surrogate's ratio pi / mu has the correction in itself, and only what a mask leaves out counts.
-
-        Returns:
-            [B, T], 1 without a correction.
         """
         if self.correction is None:
             return torch.ones_like(log_ratio)
@@ -472,20 +408,14 @@ class PolicyLoss:
         return factor if on_policy else (factor != 0).to(factor.dtype)
 
     def gradient(self, rows: Rollout, weights: Tensor, *, on_policy: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """The gradient of the loss with respect to some log-probabilities, known from these alone.
-
-        Args:
-            rows: As in ``__call__``.
-            weights: [B, T] the rows' part of ``self.weights(mask)``.
-            on_policy: Whether the log-probabilities take the place of the old ones.
+        """The gradient of the loss with respect to some log-probabilities, known from these alone; see ``__call__``.
 
         Returns:
             (log-probabilities [n], their numbers [n] in a flattened [B, T]) -> gradient [n]; None where the gradient
             depends on other tokens, too, or on the entropy.
         """
-        if self.entropy_coef or not _is_per_token(self.surrogate):
-            return None
-        if self.correction is not None and not _is_per_token(self.correction):
+        functions = [self.surrogate] if self.correction is None else [self.surrogate, self.correction]
+        if self.entropy_coef or not all(getattr(getattr(f, "func", f), "per_token", False) for f in functions):
             return None
         old, ref, advantages, mask, given = (
             values.flatten() for values in (rows.old_logprobs, rows.ref_logprobs, rows.advantages, rows.mask, weights)
@@ -518,12 +448,7 @@ class PolicyLoss:
 
     @torch.no_grad()
     def statistics(self, logprobs: Tensor, rows: Rollout) -> dict[str, Tensor]:
-        """Sums over tokens for logging, in which every token counts alike whatever the weights.
-
-        Returns:
-            The scalars "tokens", "clip_fraction" and "ratio_mean", sums that become means when divided by "tokens";
-            and "ratio_max", a maximum.
-        """
+        """Sums over tokens for logging, in which every token counts alike whatever the weights; and "ratio_max"."""
         log_ratio = (logprobs - rows.old_logprobs) * rows.mask
         ratio = ratio_of(log_ratio)
         _, bounded = self.surrogate(log_ratio, rows.advantages, rows.mask)
@@ -533,19 +458,8 @@ class PolicyLoss:
 
     @staticmethod
     def metrics(parts: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Metrics of an optimizer step by name.
-
-        Args:
-            parts: Those of ``__call__``, added up over the step.
-            sums: Those of ``statistics`` and `mismatch` and `corrections`, added up over the step; of ``*_max`` the
-                largest.
-        """
+        """Metrics by name, from parts of the loss and sums over tokens that were added up over an optimizer step."""
         count = sums["tokens"].clamp(min=1)
         known = {name: value for name, value in sums.items() if name in _METRICS}
         logged = {_METRICS[name]: v if name.endswith("_max") else v / count for name, v in known.items()}
         return {f"loss/{name}": part for name, part in parts.items()} | logged
-
-
-def _is_per_token(function: Surrogate | Correction) -> bool:
-    """Whether what a function makes of a token depends on this token alone."""
-    return getattr(getattr(function, "func", function), "per_token", False)

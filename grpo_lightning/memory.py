@@ -3,7 +3,6 @@
 Figures are bytes that one process allocates. Python, the libraries and what an allocator keeps for later come on top.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,6 @@ attended to once per group; as soon as so few completions are left that copies f
 copied. Reading is saved against a dozen operations, in whose time a GPU reads more."""
 _CHUNK_BYTES = {"cpu": 64.0 * 2**20, "cuda": float(2**30)}
 """Bytes of the logits that exist at a time, by device, see `transformer.lm_head`."""
-_FIRST_CAPACITY = {"cpu": 64, "cuda": 256}
-"""Tokens that a completion's KV cache has room for at first, see the native sampler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +77,7 @@ def predict(shape: Shape, load: Workload) -> dict[str, float]:
         rows = min(rows, int(max(1.0, load.kv_cache_bytes // (of_token * load.prompt_tokens + completion))))
     if load.shares_prompts and (copies := rows * of_token * load.prompt_tokens) <= COPIED[load.device] * shape.layers:
         cached += copies
-    # room is doubled layer by layer: one layer's keys and values then exist twice
-    first = _FIRST_CAPACITY[load.device]
-    capacity = first * 2.0 ** math.floor(math.log2(max(1.0, (load.completion_tokens - 1) / first)))
-    cached += rows * completion * (1 + min(1.0, capacity / load.completion_tokens) / shape.layers)
+    cached += rows * completion * (1 + 1 / shape.layers)  # room is doubled layer by layer: one then exists twice
     sampling = cached + load.copy_bytes * (shape.body + shape.vocabulary * shape.hidden)
     sampling += 4.0 * parameters * remote + 3 * 4.0 * rows * shape.vocabulary
 
@@ -133,26 +127,15 @@ def format_prediction(parts: Mapping[str, float]) -> str:
 
 
 def is_predictable(config: Mapping[str, Any]) -> bool:
-    """Whether the settings have what a prediction needs: they are of a GRPO run, and no part is an object."""
-    needed = {
-        **{"policy": "share_prompts", "loss": "kl_coef", "rollout": "group_size", "data": "prompts_per_step"},
-        **{"trainer": "precision", "module": "rollout", "optimizer": "_target_"},
-    }
-    return all(isinstance(config.get(name), Mapping) and key in config[name] for name, key in needed.items())
+    """Whether the settings are those of a GRPO run, and no part of them is an object."""
+    parts = ("policy", "loss", "rollout", "reference", "data", "trainer", "module", "optimizer")
+    return all(isinstance(config.get(name), Mapping) for name in parts) and "rollout" in config["module"]
 
 
 def workload(
     config: Mapping[str, Any], *, processes: int, is_sharded: bool, on_cpu: bool, prompt_tokens: int
 ) -> Workload:
-    """What a run with these settings does with its model.
-
-    Args:
-        config: The settings of a GRPO run.
-        processes: Of the run.
-        is_sharded: Whether weights are divided over them.
-        on_cpu: Whether it runs on a CPU.
-        prompt_tokens: Length of its prompts.
-    """
+    """What a GRPO run with these settings does with its model."""
     policy, rollout, reference = config["policy"], config["rollout"], config["reference"]
     is_half, is_quantized = config["trainer"]["precision"] == "bf16-mixed", bool(policy.get("quantization"))
     completions = config["data"]["prompts_per_step"] * rollout["group_size"]
@@ -190,7 +173,4 @@ def _bytes(model: Mapping[str, Any], default: Mapping[str, Any] | None = None) -
 
 def _largest(number: Any) -> int:
     """The largest value of a number that may be scheduled."""
-    if isinstance(number, Mapping):
-        values = [number[name] for name in ("start", "end") if name in number]
-        return max(map(_largest, [*values, *number.get("values", ())]))
-    return int(number)
+    return int(max(number["start"], number.get("end", 0)) if isinstance(number, Mapping) else number)

@@ -1,14 +1,15 @@
-"""Recorded rollouts: one file per recorded step, gzip of lines of JSON."""
+"""Recorded rollouts: one file per recorded step, gzip of lines of JSON; and training on them instead of sampling."""
 
 import gzip
 import hashlib
 import json
+import logging
 import math
 import re
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from grpo_lightning.config.settings import format_override
 from grpo_lightning.console import redact, write_atomic
+from grpo_lightning.policy import Policy
+from grpo_lightning.rollout import Collected, Collector
+from grpo_lightning.rollout.collector import advantage_metrics, sampled_metrics, token_metrics
+from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.types import Prompts, Rollout, Sampled, SamplingSupport, Scored, spans
+
+log = logging.getLogger(__name__)
 
 FORMAT = "grpo-lightning rollout 1"
 """The field "format" of a file's first line; the number changes with the meaning of a field."""
@@ -27,24 +35,16 @@ FOLDER = "rollouts"
 _NAME = re.compile(r"(\d{6,12})\.jsonl\.gz")
 
 
-class RecordingError(ValueError):
-    """A file or directory does not hold recorded rollouts; the message begins with its path."""
-
-
 def file_name(step: int) -> str:
     """The name of a step's file."""
     return f"{step:06d}.jsonl.gz"
 
 
 def find_directory(path: str | Path) -> Path:
-    """The directory of the files, from itself or from its run's directory.
-
-    Raises:
-        RecordingError: There is no such directory.
-    """
+    """The directory of the files, from itself or from its run's directory, which has to exist."""
     directory = Path(path) / FOLDER if (Path(path) / FOLDER).is_dir() else Path(path)
     if not directory.is_dir():
-        raise RecordingError(f"{path} is {'no directory' if directory.exists() else 'not there'}")
+        raise ValueError(f"{path} is {'no directory' if directory.exists() else 'not there'}")
     return directory
 
 
@@ -55,11 +55,13 @@ def recorded_steps(directory: Path) -> dict[int, Path]:
 
 def format_steps(steps: Collection[int]) -> str:
     """Steps in words, such as ``1 to 40, 60``."""
-    ranges = []
-    for _, group in groupby(enumerate(sorted(steps)), lambda pair: pair[1] - pair[0]):
-        first, *_, last = [step for _, step in group] * 2
-        ranges.append(str(first) if first == last else f"{first} to {last}")
-    return ", ".join(ranges if len(ranges) <= 8 else [*ranges[:7], f"… {ranges[-1]}"]) or "none"
+    ranges: list[list[int]] = []
+    for step in sorted(steps):
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    return ", ".join(f"{one}" if one == last else f"{one} to {last}" for one, last in ranges[:8]) or "none"
 
 
 def rewind(directory: Path, completed: int) -> list[Path]:
@@ -72,44 +74,26 @@ def rewind(directory: Path, completed: int) -> list[Path]:
 
 
 def write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write lines to a file, which is complete or absent; the same lines make the same bytes.
-
-    Raises:
-        OSError: They cannot be written.
-    """
+    """Write lines to a file, which is complete or absent; the same lines make the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
     write_atomic(path, gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0))
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The first line of a file, which describes the rollout.
-
-    Raises:
-        RecordingError: The file is damaged, or no recorded rollout.
-    """
-    return _read(path, header_only=True)[0]
-
-
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The first line of a file, and the others, one for each completion.
+    """The first line of a file, which describes the rollout, and the others, one for each completion.
 
     Raises:
-        RecordingError: The file is damaged, or no recorded rollout.
+        ValueError: The file is damaged, or no recorded rollout; the message begins with its path.
     """
-    header, *rows = _read(path)
-    return header, rows
-
-
-def _read(path: Path, *, header_only: bool = False) -> list[dict[str, Any]]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            lines = [json.loads(line) for line in ([file.readline()] if header_only else file)]
+            lines = [json.loads(line) for line in file]
     except (EOFError, OSError, ValueError, zlib.error) as error:
-        raise RecordingError(f"{path} is damaged or not readable ({error})") from error
+        raise ValueError(f"{path} is damaged or not readable ({error})") from error
     if not lines or lines[0].get("format") != FORMAT:
-        raise RecordingError(f"{path} is no recorded rollout: its first line has no format={FORMAT!r}")
-    return lines
+        raise ValueError(f"{path} is no recorded rollout: its first line has no format={FORMAT!r}")
+    return lines[0], lines[1:]
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -149,21 +133,15 @@ def to_lines(
     """
     sampled, length = scored.sampled, scored.sampled.mask.shape[1]
     width = sampled.ids.shape[1] - length
-    columns, left_out = _columns(scored.prompts)
-    lines: list[dict[str, Any]] = [
-        {
-            **header,
-            "prompts": len(scored.prompts),
-            "group_size": scored.group_size,
-            "prompt_tokens": width,
-            "completion_tokens": length,
-            "rewards": [name for name in scored.rewards if name != "total"],
-            "columns_left_out": left_out,
-        }
-    ]
+    columns = {name: _redact(values) for name, values in scored.prompts.columns.items()}
+    kept = {name: values for name, values in columns.items() if _is_json(values)}
+    first = {"prompts": len(scored.prompts), "group_size": scored.group_size}
+    first |= {"prompt_tokens": width, "completion_tokens": length}
+    names = {"rewards": [name for name in scored.rewards if name != "total"]}
+    lines: list[dict[str, Any]] = [{**header, **first, **names, "columns_left_out": [*columns.keys() - kept.keys()]}]
     widths, counts = (part.sum(-1).tolist() for part in sampled.attention_mask.split([width, length], -1))
     turns, support = spans(sampled.mask) if sampled.turns else None, sampled.support
-    kept = [] if support is None else support.to(torch.device("cpu")).lists()
+    sets = [] if support is None else support.to(torch.device("cpu")).lists()  # [B * T]
     by_token = {"old_logprobs": sampled.logprobs, "entropy": sampled.entropy}
     if header["reference"]:
         by_token["ref_logprobs"] = rollout.ref_logprobs
@@ -177,7 +155,7 @@ def to_lines(
             "group": group,
             "prompt": _redact(scored.prompts.texts[group]),
             "completion": redact(sampled.texts[row]),
-            "columns": columns[group],
+            "columns": {name: values[group] for name, values in kept.items()},
             "rewards": {name: encode(values[name][row]) for name in scored.rewards},
             "scores": [*map(encode, scores[row])],
             "steps": [[token, encode(value)] for token, value in enumerate(steps[row]) if not math.isnan(value)],
@@ -191,8 +169,8 @@ def to_lines(
         if turns and sampled.turns and sampled.replies:
             line |= {"turns": _redact(sampled.turns[row]), "replies": _redact(sampled.replies[row])}
             line["spans"] = [list(span) for span in turns[row]]
-        if kept:
-            line["kept"] = kept[row * length : row * length + count]
+        if sets:
+            line["kept"] = sets[row * length : row * length + count]
         if row in logprobs:
             line["logprobs"] = [*map(encode, logprobs[row][:count])]
         lines.append(line)
@@ -226,6 +204,11 @@ def from_lines(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], dev
     def texts(name: str) -> tuple[tuple[str, ...], ...] | None:
         return tuple(tuple(row[name]) for row in rows) if all(name in row for row in rows) else None
 
+    sets, support = [row.get("kept", []) for row in rows], None
+    if any(sets):
+        sizes = pad(([len(tokens) for tokens in row] for row in sets), 0)
+        kept = torch.tensor([token for row in sets for tokens in row for token in tokens])
+        support = SamplingSupport(sizes.int(), kept.int()).to(device)
     sampled = Sampled(
         ids=torch.cat([prompt_ids, pad((row["ids"] for row in rows), 0)], 1).to(device),
         attention_mask=torch.cat([prompt_mask, present], 1).to(device),
@@ -234,7 +217,7 @@ def from_lines(header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], dev
         entropy=floats("entropy"),
         texts=tuple(row["completion"] for row in rows),
         finished=tuple(row["finished"] for row in rows),
-        support=_support([row.get("kept") or [] for row in rows], length, device),
+        support=support,
         turns=texts("turns"),
         replies=texts("replies"),
     )
@@ -265,15 +248,6 @@ def decode(written: float | str | None) -> float:
     return math.nan if written is None else float(written)
 
 
-def _support(sets: Sequence[Sequence[Sequence[int]]], length: int, device: torch.device) -> SamplingSupport | None:
-    """[B, T] the sets that tokens were drawn from; None where all were drawn from the whole vocabulary."""
-    if not any(sets):
-        return None
-    sizes = torch.tensor([[len(tokens) for tokens in row] + [0] * (length - len(row)) for row in sets])
-    ids = torch.tensor([token for row in sets for tokens in row for token in tokens])
-    return SamplingSupport(sizes.int(), ids.int()).to(device)
-
-
 def _floats(written: Iterable[float | str | None]) -> Tensor:
     return torch.tensor([*map(decode, written)])
 
@@ -287,16 +261,100 @@ def _redact(value: Any) -> Any:
     return [_redact(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _columns(prompts: Prompts) -> tuple[list[dict[str, Any]], list[str]]:
-    """[P] the columns of each prompt that JSON can hold, and the names of the others."""
-    columns: dict[str, list[Any]] = {name: _redact(values) for name, values in prompts.columns.items()}
-    left_out = []
-    for name, values in columns.items():
+def _is_json(values: Any) -> bool:
+    """Whether JSON can hold a column: no object, date, or mapping whose keys are numbers."""
+    try:
+        return bool(json.loads(json.dumps(values, allow_nan=False)) == values)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Collector):
+    """Reads each step's completions from a file and computes their advantages with the present settings.
+
+    If the policy equals, bit for bit, the one that sampled them, the update is the recorded run's; otherwise ratios are
+    those to the policy that sampled. Which groups and completions are trained on was decided by the recorded run.
+    """
+
+    path: str
+    """A run directory, or its directory of rollouts."""
+    rescore: bool = False
+    """Whether the rewards are computed anew; else they are the recorded ones."""
+
+    @torch.no_grad()
+    def collect(
+        self,
+        policy: Policy,
+        reference: Policy | None,
+        prompts: Prompts,
+        *,
+        context: StepContext,
+        carried: Scored | None = None,
+    ) -> Collected:
+        """The recorded rollout of the step that ``context`` names, instead of one of ``prompts``.
+
+        Arguments and returns are those of `Collector.collect`; the reference scores only what has no scores of one.
+
+        Raises:
+            ValueError: There is no rollout of the step, its file is damaged, or it was made otherwise than set now.
+        """
+        with context.clock("rollout"):
+            found = self._found(context.step + 1, next(policy.parameters()).device)
+        header, scored, scoring = found.header, found.scored, dict[str, float]()
+        support, shape = scored.sampled.support, policy.shape()
+        largest = max(int(ids.max()) for ids in (scored.sampled.ids, *([support.ids] if support else [])))
+        if shape is not None and largest >= shape.vocabulary:
+            raise ValueError(
+                f"rollout.path={self.path}: token {largest} in step {header['step']}; the policy has {shape.vocabulary}"
+            )
+        if self.rescore:
+            scored, scoring = self.scorer.score(policy.token_at, scored.prompts, scored.sampled, context=context)
+        ref_logprobs = found.ref_logprobs
+        if reference is not None and not header["reference"]:
+            with context.clock("score"):
+                ref_logprobs = self.ref_logprobs(reference, scored.sampled, context)
+        is_same = fingerprint(policy) == header["policy"]
+        if not is_same and context.step == 0:
+            log.warning(
+                "rollout.path=%s: sampled by another policy than the one that is trained; ratios are to that policy",
+                self.path,
+            )
+        rollout = self.compare(scored, ref_logprobs)
+        metrics = {name: torch.tensor(decode(value)) for name, value in header["collected"].items()}
+        if self.rescore:
+            metrics |= sampled_metrics(scored) | {name: torch.tensor(value) for name, value in scoring.items()}
+        metrics |= token_metrics(scored, ref_logprobs, has_reference=reference is not None)
+        metrics |= advantage_metrics(rollout.mean_advantages)
+        return Collected(
+            rollout=rollout,
+            scored=scored,
+            metrics=metrics,
+            carried=None,
+            num_tokens=header["num_tokens"],
+            flops=0.0,
+            is_fresh=is_same and header["fresh"],
+        )
+
+    def _found(self, step: int, device: torch.device) -> RecordedRollout:
+        """The rollout of a step; what was made otherwise than the settings say, where that would pass unseen, fails."""
         try:
-            is_same = json.loads(json.dumps(values, allow_nan=False)) == values
-        except (TypeError, ValueError, RecursionError):
-            is_same = False
-        if not is_same:  # an object, a date, a mapping whose keys are numbers
-            left_out.append(name)
-    kept = {name: values for name, values in columns.items() if name not in left_out}
-    return [{name: values[row] for name, values in kept.items()} for row in range(len(prompts.texts))], left_out
+            known = recorded_steps(find_directory(self.path))
+            if step not in known:
+                raise ValueError(f"has no rollout of step {step}; there are {format_steps(known)}")
+            header, rows = read(known[step])
+        except ValueError as error:
+            raise ValueError(f"rollout.path={self.path}: {error}") from error
+        settings: list[tuple[str, Any, Any]] = [("rollout.temperature", self.temperature, header["temperature"])]
+        hint = ""
+        if not self.rescore:
+            hint = " (rollout.rescore=true computes rewards anew)"
+            settings.append(("reward", list(self.reward), header["rewards"]))
+            weights = zip(header["rewards"], self.scorer.weights.tolist(), header["weights"], strict=False)
+            settings += [(f"reward.{name}.weight", weight, then) for name, weight, then in weights]
+        for key, value, then in settings:
+            if value != then:
+                numbers = (float(f"{one:g}") if isinstance(one, float) else one for one in (value, then))
+                wrong, allowed = (format_override(key, one) for one in numbers)
+                raise ValueError(f"{wrong}: allowed is {allowed}, as in {known[step]}{hint}")
+        return from_lines(header, rows, device)

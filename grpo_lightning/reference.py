@@ -35,11 +35,7 @@ def none(policy: Policy) -> None:
 
 
 def adapter_off(policy: Policy) -> Policy:
-    """The policy without its adapter, which is what it was at the start; costs no memory.
-
-    Raises:
-        ValueError: The policy has no adapter.
-    """
+    """The policy without its adapter, which is what it was at the start; costs no memory."""
     if not is_adapted(getattr(policy, "model", None)):
         raise ValueError("reference=adapter_off needs an adapter, such as policy.adapter={r: 16, lora_alpha: 32}")
     return _AdapterOff(policy)
@@ -70,11 +66,7 @@ class _AdapterOff(Policy):
 
 
 def of_model(policy: Policy, model: nn.Module) -> Policy:
-    """A model of the policy's kind that a program has loaded itself, frozen, with the policy's tokenizer.
-
-    Raises:
-        ValueError: The policy is of another kind, or the model is the policy's own.
-    """
+    """A model of the policy's kind that a program has loaded itself, frozen, with the policy's tokenizer."""
     if model is getattr(policy, "model", None):
         raise ValueError("reference: the policy's own model would be trained; use copy.deepcopy(model)")
     if not isinstance(policy, HFPolicy | GenericPolicy):
@@ -83,11 +75,7 @@ def of_model(policy: Policy, model: nn.Module) -> Policy:
 
 
 def another_model(policy: Policy, *, path: str, **options: Any) -> Policy:
-    """Another model with the same vocabulary, such as distilgpt2 for gpt2; path and options as `load` takes them.
-
-    Raises:
-        ValueError: The two tokenizers differ, so that token ids would mean different things.
-    """
+    """Another model with the same vocabulary, such as distilgpt2 for gpt2; path and options as `load` takes them."""
     other = load(path, key="reference.path", **options)
     if policy.tokenizer.get_vocab() != other.tokenizer.get_vocab():
         raise ValueError(f"reference.path={path!r}: its vocabulary differs from the policy's")

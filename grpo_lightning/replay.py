@@ -25,7 +25,7 @@ from grpo_lightning.recording import RecordedRollout, from_lines
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import advantage_metrics, sampled_metrics, token_metrics
-from grpo_lightning.rollout.scoring import StepContext, turn_ends
+from grpo_lightning.rollout.scoring import StepContext, turn_spans
 from grpo_lightning.schedule import resolve_schedules, restore_schedules, schedule_state
 from grpo_lightning.types import Rollout, Scored
 
@@ -101,13 +101,11 @@ class ReplayedMetrics:
     computed_again: list[str]  # rewards that were called
 
 
-class _NoTokens:
+def _no_tokens(ids: Sequence[int], end: int) -> int:
     """Stands in for the policy, which knows where the tokens of a text are."""
-
-    def token_at(self, ids: Sequence[int], end: int) -> int:
-        raise ValueError(
-            "a reward scores steps, whose tokens only a policy knows: use rollout=recorded rollout.rescore=true"
-        )
+    raise ValueError(
+        "a reward scores steps, whose tokens only a policy knows: use rollout=recorded rollout.rescore=true"
+    )
 
 
 def replay_rollout(recorded: RecordedRollout, config: Mapping[str, Any], build: Build) -> ReplayedMetrics:
@@ -138,7 +136,7 @@ def replay_rollout(recorded: RecordedRollout, config: Mapping[str, Any], build: 
     if called is not None:
         if _has_steps(scored):
             raise ValueError("reward: a reward of this run scores steps; only its own rewards can be replayed")
-        scored, _ = collector.scorer.score(_NoTokens(), scored.prompts, scored.sampled, context=StepContext(seed=0))
+        scored, _ = collector.scorer.score(_no_tokens, scored.prompts, scored.sampled, context=StepContext(seed=0))
     rollout = collector.compare(scored, recorded.ref_logprobs)
     computed = sampled_metrics(scored) | advantage_metrics(rollout.mean_advantages) | losses(loss, rollout, recorded)
     computed |= token_metrics(scored, recorded.ref_logprobs, has_reference=header["reference"])
@@ -217,7 +215,7 @@ def _rewards(
 
 def _has_steps(scored: Scored) -> bool:
     """Whether a score stands anywhere but at the end of a completion."""
-    last = torch.tensor([ends[-1:] for ends in turn_ends(scored.sampled)])
+    last = torch.tensor([[spans[-1][1] - 1] for spans in turn_spans(scored.sampled)])
     return bool((~scored.steps.isnan() & (torch.arange(scored.steps.shape[1]) < last)).any())
 
 

@@ -8,8 +8,7 @@ the command line:
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -48,12 +47,12 @@ def _decayed(step: int, total_steps: int, warmup_steps: int) -> float:
     return min(1.0, max(0, step - warmup_steps) / max(1, total_steps - warmup_steps))
 
 
-class Schedule(ABC):
+class Schedule:
     """A number that depends on the step."""
 
-    @abstractmethod
     def value_at(self, step: int) -> float:
         """The value in the step before which ``step`` others are completed."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -85,35 +84,10 @@ class Linear(Schedule):
 
 @dataclass(frozen=True)
 class Cosine(Linear):
-    """A number that goes from ``start`` to ``end`` along half a cosine: slow, fast, slow.
-
-    Fields and errors are those of ``Linear``.
-    """
+    """A number that goes from ``start`` to ``end`` along half a cosine: slow, fast, slow."""
 
     def _fraction(self, elapsed: float) -> float:
         return (1 - math.cos(math.pi * elapsed)) / 2
-
-
-@dataclass(frozen=True)
-class Piecewise(Schedule):
-    """A number that jumps: ``values[i]`` from the step ``borders[i - 1]`` on, ``values[0]`` before all of them.
-
-    Raises:
-        ValueError: On construction, if there is not one value more than borders or the borders do not increase.
-    """
-
-    values: Sequence[float]
-    borders: Sequence[int]
-
-    def __post_init__(self) -> None:
-        if len(self.values) != len(self.borders) + 1 or list(self.borders) != sorted(set(self.borders)):
-            raise ValueError(
-                f"values={list(self.values)}, borders={list(self.borders)}: borders must increase, with one value "
-                "more than there are borders"
-            )
-
-    def value_at(self, step: int) -> float:
-        return self.values[sum(step >= border for border in self.borders)]
 
 
 @dataclass
@@ -160,17 +134,16 @@ def resolve_schedules(part: Part, step: int) -> Part:
     whole: Any = part
     if isinstance(whole, Schedule):
         whole = whole.value_at(step)
-    elif next(find_schedules(whole), None) is None:
-        return part
-    elif isinstance(whole, partial):
-        whole = partial(whole.func, *whole.args, **resolve_schedules(whole.keywords, step))
-    elif isinstance(whole, dict):
-        whole = {key: resolve_schedules(value, step) for key, value in whole.items()}
-    elif isinstance(whole, list | tuple):
-        whole = type(whole)(resolve_schedules(value, step) for value in whole)
-    else:
-        values = {f.name: resolve_schedules(getattr(whole, f.name), step) for f in fields(whole) if f.init}
-        whole = replace(whole, **values)
+    elif any(True for _ in find_schedules(whole)):
+        values = {name: resolve_schedules(child, step) for name, child in (_children(whole) or {}).items()}
+        if isinstance(whole, partial):
+            whole = partial(whole.func, *whole.args, **values)
+        elif isinstance(whole, dict):
+            whole = values
+        elif isinstance(whole, list | tuple):
+            whole = type(whole)(values.values())
+        else:
+            whole = replace(whole, **values)
     return cast(Part, whole)
 
 
@@ -181,25 +154,21 @@ def schedule_values(part: Any, step: int) -> dict[str, float]:
 
 def update_schedules(part: Any, metrics: Mapping[str, float]) -> None:
     """Hand every adaptive schedule in ``part`` the metric it follows, if the step that ended has measured it."""
-    for _, schedule in _adaptive(part):
-        if schedule.metric in metrics:
+    for _, schedule in find_schedules(part):
+        if isinstance(schedule, Proportional) and schedule.metric in metrics:
             schedule.update(float(metrics[schedule.metric]))
 
 
 def schedule_state(part: Any) -> dict[str, float]:
     """The present value of every adaptive schedule in ``part``, by its dotted path, for a checkpoint."""
-    return {path: schedule.value for path, schedule in _adaptive(part)}
+    return {path: found.value for path, found in find_schedules(part) if isinstance(found, Proportional)}
 
 
 def restore_schedules(part: Any, values: Mapping[str, float]) -> None:
     """Set the adaptive schedules in ``part`` to the values that `schedule_state` returned."""
-    for path, schedule in _adaptive(part):
-        if path in values:
+    for path, schedule in find_schedules(part):
+        if isinstance(schedule, Proportional) and path in values:
             schedule.value = float(values[path])
-
-
-def _adaptive(part: Any) -> list[tuple[str, Proportional]]:
-    return [(path, schedule) for path, schedule in find_schedules(part) if isinstance(schedule, Proportional)]
 
 
 def find_schedules(part: Any, path: str = "") -> Iterator[tuple[str, Schedule]]:
@@ -207,14 +176,18 @@ def find_schedules(part: Any, path: str = "") -> Iterator[tuple[str, Schedule]]:
     if isinstance(part, Schedule):
         yield path, part
         return
-    children: Mapping[str, Any] = {}
-    if isinstance(part, partial):
-        children = part.keywords
-    elif isinstance(part, dict):
-        children = part
-    elif isinstance(part, list | tuple):
-        children = {str(index): value for index, value in enumerate(part)}
-    elif is_dataclass(part) and not isinstance(part, type):
-        children = {f.name: getattr(part, f.name) for f in fields(part)}
-    for name, child in children.items():
+    for name, child in (_children(part) or {}).items():
         yield from find_schedules(child, f"{path}.{name}" if path else str(name))
+
+
+def _children(part: Any) -> dict[Any, Any] | None:
+    """What may hold schedules in a mapping, sequence, `functools.partial` or dataclass; None of anything else."""
+    if isinstance(part, Mapping):
+        return dict(part)
+    if isinstance(part, list | tuple):
+        return dict(enumerate(part))
+    if isinstance(part, partial):
+        return part.keywords
+    if is_dataclass(part) and not isinstance(part, type):
+        return {f.name: getattr(part, f.name) for f in fields(part) if f.init}
+    return None

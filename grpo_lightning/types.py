@@ -5,9 +5,11 @@ the left, T completion tokens padded on the right. V is the size of the vocabula
 which are in a chunk. Log-probabilities are in nats, float32.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Self
 
 import torch
@@ -46,6 +48,9 @@ class Sampling:
     """GiB that keys and values may take; completions beyond wait for others to end. None: all are drawn at once. It
     changes no completion, but for rounding."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", tuple(self.stop))  # a list, where settings hold it
+
     @property
     def truncated(self) -> bool:
         """Whether some tokens can never be drawn."""
@@ -58,9 +63,6 @@ class Prompts:
 
     Example:
         ``Prompts(("2 + 3 =", "7 - 4 ="), {"answer": ("5", "3")})``
-
-    Raises:
-        ValueError: On construction, if a column has another length than ``texts``.
     """
 
     texts: tuple[Prompt, ...]
@@ -108,9 +110,6 @@ class SamplingSupport:
     Example:
         Of two completions the first has two tokens, drawn from {5, 7} and {2}, the second one, drawn from the whole
         vocabulary: ``sizes`` is [[2, 1], [0, 0]], ``ids`` [5, 7, 2].
-
-    Raises:
-        ValueError: On construction, if the sizes do not add up to the number of ids.
     """
 
     sizes: Tensor
@@ -197,11 +196,7 @@ class SamplingSupport:
 
 @dataclass(frozen=True)
 class Rows:
-    """Prompts and completions as token ids; indexing selects rows.
-
-    Raises:
-        ValueError: On construction, if a field's shape contradicts ``mask``.
-    """
+    """Prompts and completions as token ids; indexing selects rows. Shapes are checked on construction."""
 
     ids: Tensor
     """[B, S + T] prompt, then completion."""
@@ -230,13 +225,11 @@ class Rows:
         return len(self.mask)
 
     def __getitem__(self, rows: Tensor) -> Self:
-        chosen: list[int] = rows.tolist()
         picked: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if isinstance(value, Tensor | SamplingSupport):
-                picked[name] = value[rows]
-            elif value is not None:
-                picked[name] = tuple(value[row] for row in chosen)
+            if value is not None:
+                is_tensor = isinstance(value, Tensor | SamplingSupport)
+                picked[name] = value[rows] if is_tensor else tuple(value[row] for row in rows.tolist())
         return replace(self, **picked)
 
     @property
@@ -247,7 +240,7 @@ class Rows:
     def to(self, device: torch.device) -> Self:
         """The same on ``device``."""
         moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor | SamplingSupport)
+            n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor | SamplingSupport)
         }
         return replace(self, **moved)
 
@@ -282,33 +275,23 @@ class Sampled(Rows):
             return parts[0]
         length = max(part.mask.shape[1] for part in parts)
         width = max(part.ids.shape[1] - part.mask.shape[1] for part in parts)
-
-        def joined(name: str) -> Tensor:
+        joined: dict[str, Any] = {}
+        for name in ("ids", "attention_mask", "mask", "logprobs", "entropy"):
             padded = []
             for part in parts:
                 value: Tensor = getattr(part, name)
-                right = length - part.mask.shape[1]
                 left = width - (value.shape[1] - part.mask.shape[1]) if name in ("ids", "attention_mask") else 0
-                padded.append(torch.nn.functional.pad(value, (left, right)))
-            return torch.cat(padded)
-
-        tensors = {name: joined(name) for name in ("ids", "attention_mask", "mask", "logprobs", "entropy")}
-        return cls(
-            **tensors,
-            support=None
-            if all(part.support is None for part in parts)
-            else SamplingSupport.concatenate([part.support or SamplingSupport.everything(part.mask) for part in parts]),
-            texts=tuple(text for part in parts for text in part.texts),
-            finished=tuple(finished for part in parts for finished in part.finished),
-            turns=_all([part.turns for part in parts]),
-            replies=_all([part.replies for part in parts]),
-        )
-
-
-def _all(parts: Sequence[tuple[tuple[str, ...], ...] | None]) -> tuple[tuple[str, ...], ...] | None:
-    """The texts of all parts; None unless all have some."""
-    known = [part for part in parts if part is not None]
-    return tuple(chain.from_iterable(known)) if len(known) == len(parts) else None
+                padded.append(torch.nn.functional.pad(value, (left, length - part.mask.shape[1])))
+            joined[name] = torch.cat(padded)
+        for name in ("texts", "finished", "turns", "replies"):
+            values = [getattr(part, name) for part in parts]
+            joined[name] = None if None in values else tuple(chain.from_iterable(values))
+        supports = [part.support for part in parts]
+        if any(support is not None for support in supports):
+            joined["support"] = SamplingSupport.concatenate(
+                [part.support or SamplingSupport.everything(part.mask) for part in parts]
+            )
+        return cls(**joined)
 
 
 @dataclass(frozen=True)
@@ -338,14 +321,10 @@ class Scored:
 
     def rows(self, chosen: Tensor) -> "Scored":
         """Some rows [B'], as many of every prompt."""
-        return replace(
-            self,
-            sampled=self.sampled[chosen.to(self.sampled.mask.device)],
-            rewards={name: values[chosen] for name, values in self.rewards.items()},
-            right=self.right[chosen],
-            scores=self.scores[chosen],
-            steps=self.steps[chosen],
-        )
+        sampled = self.sampled[chosen.to(self.sampled.mask.device)]
+        rewards = {name: values[chosen] for name, values in self.rewards.items()}
+        others = {name: getattr(self, name)[chosen] for name in ("right", "scores", "steps")}
+        return replace(self, sampled=sampled, rewards=rewards, **others)
 
     def groups(self, chosen: Sequence[int]) -> "Scored":
         """Some prompts with all their rows."""
@@ -429,6 +408,47 @@ class Rollout(Rows):
                 yield self[rows]
 
 
+class Clock:
+    """Adds up seconds by phase; phases do not nest.
+
+    On a CUDA device work is only queued: where a phase begins or ends, the device is synchronized, so that queued work
+    counts towards the phase that has queued it.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count what runs inside towards ``phase``."""
+        self.phase, started = phase, _now()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + _now() - started
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count seconds of one phase, which has ended, towards another one."""
+        self._seconds[source] = self._seconds.get(source, 0.0) - seconds
+        self._seconds[target] = self._seconds.get(target, 0.0) + seconds
+
+    def restart(self) -> None:
+        """Reset all phases, and measure the step from now on."""
+        self._seconds, self._started = {}, _now()
+
+    def read(self) -> dict[str, float]:
+        """The seconds of every phase since ``restart``, and as "step" all the time since then."""
+        return self._seconds | {"step": _now() - self._started}
+
+
+def _now() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def spans(mask: Tensor) -> list[list[tuple[int, int]]]:
     """The turns of every row of a mask [B, T] of what the model has said: the first token of each, and its end.
 
@@ -437,12 +457,6 @@ def spans(mask: Tensor) -> list[list[tuple[int, int]]]:
     """
     found: list[list[tuple[int, int]]] = []
     for row in mask.tolist():
-        before, turns, start = False, [], 0
-        for place, is_own in enumerate([*row, False]):
-            if is_own and not before:
-                start = place
-            elif before and not is_own:
-                turns.append((start, place))
-            before = is_own
-        found.append(turns)
+        borders = [place for place, (one, other) in enumerate(pairwise([False, *row, False])) if one != other]
+        found.append(list(zip(borders[::2], borders[1::2], strict=True)))
     return found

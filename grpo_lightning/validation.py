@@ -2,12 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import comb
+from math import comb, nan
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
 
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec
@@ -20,85 +16,26 @@ if TYPE_CHECKING:
     from grpo_lightning.environment import Environment
 
 
-class _PromptMean(Metric):
-    """The mean of one value per prompt.
+def pass_at_k(right: Sequence[bool], k: int) -> float:
+    """The chance that at least one of k samples is right, estimated without bias from n >= k samples of a prompt.
 
-    Args:
-        k: Samples of a prompt that are looked at.
-        options: What every torchmetrics ``Metric`` takes.
+    1 - C(n - c, k) / C(n, k), arXiv:2107.03374, Eq. 1, with c of the n samples right.
     """
-
-    full_state_update = False
-    total: Tensor
-    prompts: Tensor
-
-    def __init__(self, k: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.k = k
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("prompts", torch.tensor(0), dist_reduce_fx="sum")
-
-    def _add(self, values: Sequence[float]) -> None:
-        self.total += sum(values)
-        self.prompts += len(values)
-
-    def compute(self) -> Tensor:
-        return self.total / self.prompts.clamp(min=1)
+    return 1 - comb(len(right) - sum(right), k) / comb(len(right), k)
 
 
-class PassAtK(_PromptMean):
-    """The chance that at least one of k samples is right, estimated without bias from n >= k samples.
-
-    1 - C(n - c, k) / C(n, k)
-
-    arXiv:2107.03374, Eq. 1, with c of the n samples right.
-    """
-
-    def update(self, right: Tensor) -> None:
-        """Count some prompts.
-
-        Args:
-            right: [P, n] (bool) which samples are right.
-
-        Raises:
-            ValueError: n < k.
-        """
-        samples = right.shape[-1]
-        if samples < self.k:
-            raise ValueError(f"pass@{self.k} needs at least {self.k} samples per prompt, got {samples}")
-        self._add([1 - comb(samples - c, self.k) / comb(samples, self.k) for c in right.sum(-1).tolist()])
-
-
-class MajorityAtK(_PromptMean):
-    """The chance that the commonest answer among the first k samples is right; one of several tied answers is drawn.
+def majority_at_k(right: Sequence[bool], answers: Sequence[str], k: int) -> float:
+    """The chance that the commonest answer among a prompt's first k samples is right; a tied one is drawn.
 
     arXiv:2203.11171 (self-consistency).
     """
-
-    def update(self, right: Tensor, answers: Sequence[Sequence[str]]) -> None:
-        """Count some prompts.
-
-        Args:
-            right: [P, n] (bool) which samples are right, with n >= k.
-            answers: [P][n] what each sample answers.
-
-        Raises:
-            ValueError: n < k.
-        """
-        if right.shape[-1] < self.k:
-            raise ValueError(f"maj@{self.k} needs at least {self.k} samples per prompt, got {right.shape[-1]}")
-        self._add([self._vote(row[: self.k], given) for row, given in zip(right.tolist(), answers, strict=True)])
-
-    @staticmethod
-    def _vote(right: list[bool], answers: Sequence[str]) -> float:
-        votes = Counter(answers[: len(right)])
-        most = max(votes.values())
-        verdicts = dict(zip(answers, right, strict=False))
-        winners = [answer for answer, count in votes.items() if count == most]
-        return sum(verdicts[answer] for answer in winners) / len(winners)
+    votes = Counter(answers[:k])
+    verdicts = dict(zip(answers[:k], right, strict=False))
+    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return sum(verdicts[answer] for answer in winners) / len(winners)
 
 
-class Validation(nn.Module):
+class Validation:
     """Collects metrics over the held-out prompts.
 
     Args:
@@ -108,14 +45,8 @@ class Validation(nn.Module):
         every: Steps between validations; the data and the module read it.
         samples_per_prompt: Completions per prompt, n.
         ks: pass@k and maj@k are reported for these, each at most n; pass@1 always is.
-        temperature: As in `Sampling`, like the following; 0 takes the likeliest token.
-        top_p: Nucleus sampling.
-        top_k: Top-k sampling.
-        min_p: Min-p sampling.
-        max_new_tokens: The longest completion, in tokens.
-        stop: Texts that end a completion.
-        kv_cache_gib: Limit of the KV cache.
         environment: Environment for multi-turn rollouts, or None for single-turn.
+        sampling: The fields of `Sampling`; temperature 0 takes the likeliest token.
     """
 
     def __init__(
@@ -127,35 +58,17 @@ class Validation(nn.Module):
         every: int,
         samples_per_prompt: int,
         ks: Sequence[int],
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        min_p: float,
-        max_new_tokens: int,
-        stop: Sequence[str],
-        kv_cache_gib: float | None = None,
         environment: "Environment | None" = None,
+        **sampling: Any,
     ) -> None:
-        super().__init__()
         self.scorer = Scorer(reward, outcome, threshold, environment)
         self.seen = 0
         self.every = every
         self.samples_per_prompt = samples_per_prompt
-        self.sampling = Sampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            max_new_tokens=max_new_tokens,
-            stop=tuple(stop),
-            kv_cache_gib=kv_cache_gib,
-        )
-        own: dict[str, Any] = {"sync_on_compute": False}  # every process counts everything
-        self.passes = {f"val/pass@{k}": PassAtK(k, **own) for k in sorted({1, *ks})}
-        self.majorities = {f"val/maj@{k}": MajorityAtK(k, **own) for k in sorted(set(ks)) if k > 1}
-        self.rewards = {name: MeanMetric(nan_strategy="ignore", **own) for name in (*reward, "total")}
-        # Registered, so that they move to the device with the module.
-        self._metrics = nn.ModuleList([*self.passes.values(), *self.majorities.values(), *self.rewards.values()])
+        self.sampling = Sampling(**sampling)
+        self.ks = sorted({1, *ks})
+        self._counted: dict[str, list[float]] = {}
+        """By metric a value for each prompt or completion since the last `compute`; every process counts all."""
 
     def step(self, policy: Policy, prompts: Prompts, *, completed_steps: int, context: StepContext) -> Scored:
         """Sample completions of the next prompts and count them.
@@ -178,23 +91,21 @@ class Validation(nn.Module):
             first_prompt=self.seen,
         )
         self.seen += len(prompts)
-        right = scored.right.view(len(prompts), self.samples_per_prompt)
-        answers = [answer_text(text) for text in scored.sampled.texts]
-        groups = [answers[i : i + self.samples_per_prompt] for i in range(0, len(answers), self.samples_per_prompt)]
-        for passes in self.passes.values():
-            passes.update(right)
-        for majority in self.majorities.values():
-            majority.update(right, groups)
-        for name, mean in self.rewards.items():
-            mean.update(scored.rewards[name].to(mean.device))
+        answers, size = [answer_text(text) for text in scored.sampled.texts], self.samples_per_prompt
+        for group, right in enumerate(scored.right.view(-1, size).tolist()):
+            for k in self.ks:
+                self._count(f"val/pass@{k}", pass_at_k(right, k))
+            for k in self.ks[1:]:
+                self._count(f"val/maj@{k}", majority_at_k(right, answers[group * size :], k))
+        for name, values in scored.rewards.items():
+            self._count(f"val/reward/{name}", *values[~values.isnan()].tolist())
         return scored
 
-    def compute(self) -> dict[str, Tensor]:
-        """The metrics over everything counted since the last call, by name."""
-        self.seen = 0
-        rewards = {f"val/reward/{name}": mean for name, mean in self.rewards.items()}
-        values: dict[str, Tensor] = {}
-        for name, metric in (self.passes | self.majorities | rewards).items():
-            values[name] = metric.compute()
-            metric.reset()
-        return values
+    def _count(self, name: str, *values: float) -> None:
+        self._counted.setdefault(name, []).extend(values)
+
+    def compute(self) -> dict[str, float]:
+        """The means over everything counted since the last call, by name; NaN where no reward applied."""
+        means = {name: sum(values) / len(values) if values else nan for name, values in self._counted.items()}
+        self.seen, self._counted = 0, {}
+        return means

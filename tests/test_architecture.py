@@ -46,7 +46,6 @@ USED_BY = {
     "sympy": {"reward"},
     "tensorboard": {"report", "callbacks"},
     "tokenizers": {"policy"},
-    "torchmetrics": {"validation"},
     "safetensors": {"sampler", "policy/loading.py"},  # comes with transformers
     "transformers": {"policy", "sampler", "transformer", "reward/model.py", "environment/tools.py"},
     "vllm": {"sampler"},
@@ -56,7 +55,6 @@ USED_BY = {
 """Library -> the parts that may import it. What is not here is torch or the standard library."""
 WITHOUT_TORCH = {
     "config",
-    "clock",
     "cli",
     "composition",
     "console",
@@ -69,7 +67,7 @@ WITHOUT_TORCH = {
     "sweep",
 }
 """Parts that import no torch, so that worker processes of rewards and a look at settings need none."""
-WITH_TORCH = {"clock", "reward/model.py"}
+WITH_TORCH = {"reward/model.py"}
 """Of these parts, the files that do."""
 
 
@@ -122,7 +120,7 @@ def test_nothing_below_knows_what_is_above():
     order = list(TopologicalSorter(known).static_order())
     for above, below in (("run", "module"), ("module", "rollout"), ("rollout", "policy"), ("policy", "sampler")):
         assert order.index(above) > order.index(below)
-    for leaf in ("clock", "schedule", "memory", "advantage", "transformer", "loss"):
+    for leaf in ("schedule", "memory", "advantage", "transformer", "loss"):
         assert not known.get(leaf, set()) & {"policy", "rollout", "module", "run"}, leaf
     assert {part for part, used in known.items() if used & {"cli", "composition"}} <= {"cli", "replay"}
 

@@ -20,9 +20,8 @@ from grpo_lightning.callbacks.iterative import ReferenceRefresh
 from grpo_lightning.callbacks.logs import completions_table, fence
 from grpo_lightning.callbacks.progress import describe_metrics, progress_bar
 from grpo_lightning.checkpoint.io import read
-from grpo_lightning.clock import Clock
 from grpo_lightning.console import escape_control
-from grpo_lightning.types import Prompts, Sampled, Scored
+from grpo_lightning.types import Clock, Prompts, Sampled, Scored
 from tests.support.board import events, scalars
 from tests.support.running import small_module, small_run
 

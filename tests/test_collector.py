@@ -10,9 +10,8 @@ from torch.testing import assert_close
 
 from grpo_lightning.advantage import centered, process
 from grpo_lightning.reward import RewardSpec
-from grpo_lightning.rollout import Collector
+from grpo_lightning.rollout import Collector, max_variance, mixed
 from grpo_lightning.rollout.collector import advantage_metrics
-from grpo_lightning.rollout.selection import max_variance, mixed
 from grpo_lightning.types import Prompts, Sampled, Scored
 from tests.support import hostile
 from tests.support.sampling import context as make_context
@@ -59,7 +58,7 @@ def collect(prompts, policy=None, *, rewards=None, reference=None, carried=None,
     policy = policy or Scripted()
     asked = Prompts(tuple(prompts), {"number": tuple(range(len(prompts)))})
     context = make_context(seed=7)
-    return collector.collect(policy, reference, asked, microbatch_tokens=99, context=context, carried=carried)
+    return collector.collect(policy, reference, asked, context=context, carried=carried)
 
 
 DYNAMIC = {"group_filter": mixed, "max_tries": 3}
@@ -116,7 +115,7 @@ def test_groups_that_were_judged_otherwise_are_not_carried_over(before, after, g
     assert found.is_fresh
     assert found.carried is None
     assert found.metrics["group/carried"] == 0.0
-    assert "1 groups of the last rollout have another size or other rewards: left out" in caplog.text
+    assert "1 groups of the last rollout have another size or rewards: left out" in caplog.text
 
 
 def test_when_the_tries_are_spent_the_rest_is_filled_up_and_said(caplog):

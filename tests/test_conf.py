@@ -92,7 +92,7 @@ def test_a_preset_pins_every_coupled_choice_and_names_its_paper():
     config = composed("algorithm=dapo", "reward=[exact]")  # its penalty is added to whatever rewards are chosen
     assert list(config["reward"]) == ["exact", "soft_overlong"]
     assert config["reward"]["soft_overlong"]["function"]["max_length"] == config["rollout"]["max_new_tokens"] == 36
-    assert config["rollout"]["group_filter"]["_target_"] == "grpo_lightning.rollout.selection.mixed"
+    assert config["rollout"]["group_filter"]["_target_"] == "grpo_lightning.rollout.mixed"
     assert composed("algorithm=dr_grpo")["loss"]["weights"]["length"] == 36
 
 

@@ -13,17 +13,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import grpo_lightning as grpo
 from grpo_lightning import loss
-from grpo_lightning.config import ConfigError, check_config, config_warnings
+from grpo_lightning.config import config_warnings
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, corrections, k3, mismatch, token_mean
 from grpo_lightning.module.update import accumulate
 from grpo_lightning.transformer import lm_head
-from grpo_lightning.types import Rollout
 from tests.support.composed import build, composed
-from tests.support.mismatch import NOISE, Staged
-from tests.support.running import small_module, small_run
+from tests.support.mismatch import NOISE, ragged
+from tests.support.running import small_run
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
 LOG_RATIO = torch.tensor([[1.5, 4.0, 0.25], [0.5, 1.0, 7.0]]).log()
@@ -38,15 +36,6 @@ TIGHT = {
 """Bounds that some of the tokens and completions of `drawn` are beyond."""
 
 
-def test_ratios_that_overflow_stay_finite():
-    for name in CHOICES:
-        bounds = {"low": 0.0, "high": 1e30} if name.endswith("mask") else {"cap": 1e30}
-        far = torch.tensor([[300.0, 300.0], [-300.0, -math.inf]])
-        factor = getattr(loss, name)(far, torch.ones(2, 2, dtype=torch.bool), **bounds)
-        largest = 1.0 if name == "geometric_mask" else math.exp(20.0)
-        assert_close(factor, torch.tensor([[largest] * 2, [1.0 if largest == 1.0 else math.exp(-20.0)] * 2]))
-
-
 def test_what_stands_behind_a_completion_does_not_count():
     for name in CHOICES:
         wide = torch.nn.functional.pad(LOG_RATIO, (0, 2), value=math.nan)
@@ -54,16 +43,6 @@ def test_what_stands_behind_a_completion_does_not_count():
         expected = torch.nn.functional.pad(TIGHT[name](LOG_RATIO, MASK), (0, 2))
         assert torch.equal(TIGHT[name](wide, counts), expected)
         assert not TIGHT[name](LOG_RATIO, torch.zeros_like(MASK)).any()
-
-
-def test_rows_by_themselves_have_the_same_factors():
-    for name in CHOICES:
-        drawn = 0.3 * torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-        counts = torch.arange(6) < torch.tensor([1, 6, 3, 5, 2, 6, 4, 6])[:, None]
-        whole = TIGHT[name](drawn, counts)
-        assert whole.unique().numel() > 1
-        for index in torch.randperm(8, generator=torch.Generator().manual_seed(2)).split(3):
-            assert torch.equal(TIGHT[name](drawn[index], counts[index]), whole[index])
 
 
 def test_no_correction_is_a_factor_of_exactly_one():
@@ -111,30 +90,9 @@ def test_statistics_by_hand():
     }
 
 
-def ragged(dtype):
-    """A policy and a rollout of ragged lengths, by a sampler that is off by about a fifth of a nat."""
-    policy = small_module("loss.kl_coef=0").policy.to(dtype)
-    generator = torch.Generator().manual_seed(5)
-    lengths, prompts, length, width = [1, 7, 3, 5, 2, 6, 4, 7], [3, 5, 2, 4, 5, 1, 4, 3], 7, 5
-    mask = torch.arange(length) < torch.tensor(lengths)[:, None]
-    before = torch.arange(width) >= width - torch.tensor(prompts)[:, None]
-    rows = Rollout(
-        ids=torch.randint(5, 90, (8, width + length), generator=generator),
-        attention_mask=torch.cat([before, mask], 1),
-        mask=mask,
-        old_logprobs=torch.zeros(8, length, dtype=dtype),
-        ref_logprobs=torch.zeros(8, length, dtype=dtype),
-        advantages=torch.randn(8, 1, generator=generator).to(dtype) * mask,
-    )
-    with torch.no_grad():
-        logprobs = policy.logprobs(rows, temperature=1.0).to(dtype)
-    noise = 0.2 * torch.randn(2, 8, length, generator=generator).to(dtype) * mask
-    return policy, replace(rows, old_logprobs=logprobs + noise[0], ref_logprobs=logprobs + noise[1])
-
-
 @pytest.fixture(scope="module")
 def drawn():
-    return ragged(torch.float64)
+    return ragged(torch.float64, 0.2)
 
 
 def updated(policy, rows, chosen, *, tokens=10**6, on_policy=True, entropy_coef=0.0):
@@ -194,7 +152,7 @@ def test_the_gradient_made_in_the_head_is_that_of_the_long_way(name, on_policy, 
 
     monkeypatch.setattr(lm_head._Gradients, "_logit_gradients", counting)
     monkeypatch.setattr(lm_head, "CHUNK", 90 * 11)  # about eleven tokens at a time
-    policy, rows = ragged(torch.float32)
+    policy, rows = ragged(torch.float32, 0.2)
     early, _ = updated(policy, rows, TIGHT[name], on_policy=on_policy)
     # Were the head's gradient not that of the loss, bit for bit, it would have been made a second time.
     count = len(passes)
@@ -214,36 +172,6 @@ def test_a_gradient_is_known_beforehand_where_tokens_stand_by_themselves(drawn):
         assert (known is not None) == name.startswith("token"), name
 
 
-@pytest.mark.slow
-def test_the_corrected_gradient_is_nearer_to_that_of_the_policys_own_samples(monkeypatch):
-    left = distances({name: build(f"correction={name}")("loss").correction for name in CHOICES[:4]})
-    # mismatches of 0.02 nats on average and 0.12 at most: no bound is reached, and the product corrects all
-    assert left["sequence_truncation"] < 1e-5
-    assert left["sequence_mask"] < 1e-5
-    # of five tokens that decide a reward together, one is corrected: sqrt(4 / 5) of the distance if all are alike
-    assert left["token_truncation"] == left["token_mask"] == pytest.approx(0.89, abs=0.04)
-    monkeypatch.setattr("tests.support.mismatch.OFFSET", 200.0)
-    left = distances({name: build(f"correction={name}")("loss").correction for name in CHOICES[:4]})
-    # 0.15 nats on average, 0.9 at most, products up to 9: now bounds cost something
-    assert 0.01 < left["sequence_truncation"] < 0.1
-    assert left["sequence_truncation"] < left["sequence_mask"] < 0.4
-    assert left["token_truncation"] < 0.95
-    assert left["token_mask"] < 0.95
-
-
-def distances(corrections):
-    """How far the mean corrected gradient is from the true one, as a fraction of how far the uncorrected one is."""
-    found = {name: [] for name in corrections}
-    for seed in range(6):
-        staged = Staged.of(seed)
-        true = staged.mean(staged.policy().detach(), None)
-        plain = (staged.mean(staged.sampler, None) - true).norm()
-        assert 0.01 < plain / true.norm() < 1
-        for name, function in corrections.items():
-            found[name].append(float((staged.mean(staged.sampler, function) - true).norm() / plain))
-    return {name: sum(each) / len(each) for name, each in found.items()}
-
-
 DISTURBED = ("rollout._target_=tests.support.mismatch.Disturbed", "module.self_check=false")
 
 
@@ -260,29 +188,6 @@ def test_a_run_with_another_sampler(tmp_path):
     assert module.metrics["correction/masked"] == 0
     gaps = [(a - b).abs().max() for a, b in zip(plain.policy.parameters(), module.policy.parameters(), strict=True)]
     assert max(gaps) > 1e-5
-
-
-@pytest.mark.slow
-def test_from_python_a_correction_is_a_function_and_one_beside_a_loss_is_reported(tmp_path, caplog):
-    own = partial(loss.token_mask, low=0.5, high=2.0)
-    run = grpo.compose(correction=own, run_dir=tmp_path)
-    assert run.module.loss.correction(LOG_RATIO, MASK).tolist() == [[1.5, 0.0, 0.0], [0.5, 1.0, 0.0]]
-    assert "correction" not in caplog.text
-    policy_loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.0, 0.0)
-    grpo.compose("correction=token_mask", "reference=none", loss=policy_loss, run_dir=tmp_path)
-    assert "correction is chosen, and not used: the loss that is given has its own, or none" in caplog.text
-
-
-def test_wrong_bounds_are_refused_by_key():
-    for words, message in (
-        (("token_truncation", "correction.cap=0.9"), "correction.cap=0.9: must be a ratio >= 1"),
-        (("token_mask", "correction.low=1"), "correction.low=1: must be a ratio in [0, 1)"),
-        (("geometric_mask", "correction.high=1.0"), "correction.high=1.0: must be a ratio > 1"),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            check_config(composed(f"correction={words[0]}", *words[1:]))
-        assert len(refused.value.problems) == 1
-        assert message in refused.value.problems[0]
 
 
 def test_a_truncation_that_does_nothing_is_told():

@@ -21,7 +21,7 @@ from torch.testing import assert_close
 
 from grpo_lightning.config import ConfigError, check_config
 from grpo_lightning.module import grpo
-from grpo_lightning.module.selfcheck import check_rollout
+from grpo_lightning.module.update import check_rollout
 from grpo_lightning.sampler.vllm.colocated import VLLM
 from grpo_lightning.sampler.vllm.server import Connection, VLLMServer
 from tests.support import stand_in

@@ -143,7 +143,7 @@ def collected(policy, function, **settings):
         },
         environment=Environment(function, **{"max_turns": 9} | settings),
     )
-    return collector.collect(policy, None, DATA, microbatch_tokens=4096, context=StepContext(seed=5))
+    return collector.collect(policy, None, DATA, context=StepContext(seed=5))
 
 
 def test_episodes_in_which_the_environment_fails_are_left_out(policy, caplog):

@@ -32,10 +32,6 @@ def divergence(forward):
 POLICY_TO_REFERENCE, REFERENCE_TO_POLICY = divergence(True), divergence(False)
 
 
-def test_the_two_divergences_pull_to_different_places():
-    assert (POLICY_TO_REFERENCE[1] - REFERENCE_TO_POLICY[1]).abs().max() > 0.05
-
-
 def test_k1_as_a_loss_does_nothing():
     assert_close(expected_gradient(k1), torch.zeros(5, dtype=torch.float64), rtol=0, atol=1e-12)
 

@@ -89,34 +89,12 @@ def test_a_bound_that_does_not_help_is_not_active():
     assert not active.any()
 
 
-def test_the_bound_is_not_active_on_padding():
-    _, active = CLIP(LOG_RATIO, rollout().advantages, torch.zeros_like(MASK))
-    assert not active.any()
-
-
-def test_huge_ratios_stay_finite():
-    log_ratio = torch.tensor([[300.0, -300.0]], requires_grad=True)
-    objective, _ = CLIP(log_ratio, torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool))
-    assert_close(objective[0, 0].item(), -math.exp(20.0))
-    assert_close(objective[0, 1].item(), math.exp(-20.0))
-    objective.sum().backward()
-    assert log_ratio.grad.isfinite().all()
-
-
 def test_kl_estimators_by_hand():
     # reference half as likely: d = log 2;  four times as likely: d = -log 4
     logprobs, ref = torch.tensor([-1.0, -3.0]), torch.tensor([-1.0 - math.log(2), -3.0 + math.log(4)])
     assert_close(k1(logprobs, ref), torch.tensor([0.6931472, -1.3862944]))
     assert_close(k2(logprobs, ref), torch.tensor([0.2402265, 0.9609060]))  # .693^2 / 2, 1.386^2 / 2
     assert_close(k3(logprobs, ref), torch.tensor([0.1931472, 1.6137056]))  # 1/2 + log 2 - 1, 4 - log 4 - 1
-
-
-def test_kl_gradients_by_hand():
-    ref = torch.tensor([-math.log(2), math.log(4)])
-    for estimator, expected in [(k1, [1.0, 1.0]), (k2, [math.log(2), -math.log(4)]), (k3, [1 - 0.5, 1 - 4.0])]:
-        logprobs = torch.zeros(2, requires_grad=True)
-        estimator(logprobs, ref).sum().backward()
-        assert_close(logprobs.grad, torch.tensor(expected))
 
 
 def test_kl_and_entropy_terms():
@@ -134,52 +112,6 @@ def test_the_entropy_bonus_has_the_gradient_of_its_coefficient():
     entropy = ENTROPY.clone().requires_grad_()
     loss(token_mean, entropy_coef=0.3)(LOG_RATIO, entropy, rollout(), token_mean(MASK))[0].backward()
     assert_close(entropy.grad, -0.3 / 5 * MASK.float())
-
-
-@pytest.mark.parametrize("weights", ALL_WEIGHTS)
-def test_microbatches_add_up_to_the_minibatch_in_any_order(weights):
-    torch.manual_seed(0)
-    batch = rollout(ref_logprobs=torch.randn(2, 3) * MASK)
-    whole, parts = LOG_RATIO.clone().requires_grad_(), LOG_RATIO.clone().requires_grad_()
-    of_step = weights(MASK)
-    objective = loss(weights, kl_coef=0.1, entropy_coef=0.2)
-    total, _ = objective(whole, ENTROPY, batch, of_step)
-    total.backward()
-    added = 0.0
-    for piece in ([1], [0]):
-        rows = torch.tensor(piece)
-        value, _ = objective(parts[rows], ENTROPY[rows], batch[rows], of_step[rows])
-        value.backward()
-        added += value.item()
-    assert_close(parts.grad, whole.grad, rtol=1e-6, atol=1e-8)
-    assert_close(added, total.item(), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("weights", ALL_WEIGHTS)
-def test_padding_changes_nothing(weights):
-    extra = 7
-
-    def pad(tensor, value=0.0):
-        return torch.nn.functional.pad(tensor, (0, extra), value=value)
-
-    narrow, wide = LOG_RATIO.clone().requires_grad_(), pad(LOG_RATIO, 3.0).requires_grad_()
-    padded = rollout(
-        ids=torch.zeros(2, 5 + extra, dtype=torch.long),
-        attention_mask=torch.ones(2, 5 + extra, dtype=torch.bool),
-        mask=pad(MASK),
-        old_logprobs=pad(torch.zeros(2, 3)),
-        ref_logprobs=pad(torch.zeros(2, 3), -2.0),
-        advantages=pad(rollout().advantages, 9.0),
-    )
-    objective = loss(weights, kl_coef=0.1)
-    one, _ = objective(narrow, ENTROPY, rollout(), weights(MASK))
-    other, _ = objective(wide, pad(ENTROPY), padded, weights(padded.mask))
-    one.backward()
-    other.backward()
-    assert_close(other, one)
-    assert_close(wide.grad, pad(narrow.grad), rtol=1e-6, atol=0)
-    for name, value in objective.statistics(narrow, rollout()).items():
-        assert_close(objective.statistics(wide, padded)[name], value)
 
 
 def test_statistics_by_hand():

@@ -23,9 +23,9 @@ def same(values):
 
 
 def history(pairs):
-    (step, value), *others = pairs
-    found = MetricHistory.begin(value, step)
-    for step, value in others:
+    pairs = list(pairs)
+    found = MetricHistory(pairs[0][1], pairs[0][0])
+    for step, value in pairs:
         found.add(value, step)
     return found
 

@@ -1,7 +1,6 @@
 """What an optimizer step is made of: equal under any cut into micro-batches, and safe against bad numbers."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +9,10 @@ from torch.testing import assert_close
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.module.update import Update, mean_metrics
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.reward import RewardError
 from grpo_lightning.sampler.native.sampler import NativeSampler
 from grpo_lightning.types import Rollout
 from tests.support.composed import CONF, build
+from tests.support.mismatch import ragged
 from tests.support.running import small_module, small_run
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
@@ -52,27 +51,8 @@ def test_gradients_do_not_depend_on_the_microbatch_budget(algorithm, gradients, 
 
 
 @pytest.fixture(scope="module")
-def ragged():
-    """A policy and a rollout of ragged lengths, sampled by a policy that has moved since; two rows teach nothing."""
-    policy = small_module("loss.kl_coef=0").policy.double()
-    generator = torch.Generator().manual_seed(5)
-    lengths, prompts, length, width = [1, 7, 3, 5, 2, 6, 4, 7], [3, 5, 2, 4, 5, 1, 4, 3], 7, 5
-    mask = torch.arange(length) < torch.tensor(lengths)[:, None]
-    before = torch.arange(width) >= width - torch.tensor(prompts)[:, None]
-    advantages = torch.randn(8, 1, generator=generator).double()
-    advantages[2] = advantages[6] = 0.0
-    rows = Rollout(
-        ids=torch.randint(5, 90, (8, width + length), generator=generator),
-        attention_mask=torch.cat([before, mask], 1),
-        mask=mask,
-        old_logprobs=torch.zeros(8, length).double(),
-        ref_logprobs=torch.zeros(8, length).double(),
-        advantages=advantages * mask,
-    )
-    with torch.no_grad():
-        logprobs = policy.logprobs(rows, temperature=1.0).double()
-    noise = 0.15 * torch.randn(2, 8, length, generator=generator).double() * mask
-    return policy, replace(rows, old_logprobs=logprobs + noise[0], ref_logprobs=logprobs + noise[1])
+def drawn():
+    return ragged(torch.float64, 0.15)
 
 
 def gradient(policy, loss, rows, *, order=None, pieces=8, left=0, right=0):
@@ -94,9 +74,9 @@ def gradient(policy, loss, rows, *, order=None, pieces=8, left=0, right=0):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_gradients_do_not_depend_on_order_padding_and_pieces(algorithm, ragged):
+def test_gradients_do_not_depend_on_order_padding_and_pieces(algorithm, drawn):
     loss = build(f"algorithm={algorithm}", "loss.entropy_coef=0.01")("loss")
-    whole = gradient(*ragged[:1], loss, ragged[1])
+    whole = gradient(*drawn[:1], loss, drawn[1])
     assert whole.abs().max() > 1e-3
     tolerance = 1e-6 * float(whole.abs().max())
     for changed in (
@@ -106,7 +86,7 @@ def test_gradients_do_not_depend_on_order_padding_and_pieces(algorithm, ragged):
         {"left": 4, "right": 6},
         {"order": [3, 1, 0, 2, 7, 6, 5, 4], "pieces": 2, "left": 1, "right": 2},
     ):
-        assert_close(gradient(*ragged[:1], loss, ragged[1], **changed), whole, rtol=0, atol=tolerance)
+        assert_close(gradient(*drawn[:1], loss, drawn[1], **changed), whole, rtol=0, atol=tolerance)
 
 
 @pytest.mark.slow
@@ -192,44 +172,6 @@ def test_groups_carried_over_are_trained_on_off_policy_and_kept_by_a_continued_r
     ]
 
 
-VARYING = (
-    "rollout.temperature={_target_: grpo_lightning.schedule.Linear, start: 1.0, end: 0.5, steps: 2}",
-    "rollout.max_new_tokens={_target_: grpo_lightning.schedule.Linear, start: 4, end: 8, steps: 2}",
-    "validation.max_new_tokens=8",
-    "loss.kl_coef={_target_: grpo_lightning.schedule.Proportional, start: 0.1, metric: policy/kl_divergence, "
-    "target: 1e-9, rate: 0.5}",
-    "loss.surrogate.epsilon_high={_target_: grpo_lightning.schedule.Piecewise, values: [0.2, 0.3], borders: [1]}",
-    "reward.format.weight={_target_: grpo_lightning.schedule.Cosine, start: 1.0, end: 0.0, steps: 2}",
-    "optimizer.lr=0.02",
-)
-
-
-@pytest.mark.slow
-def test_numbers_follow_their_schedules_and_continue_them(steps, tmp_path, monkeypatch):
-    drawn = []
-    plain = NativeSampler.generate
-
-    def recording(*where, **arguments):
-        drawn.append((arguments["sampling"].temperature, arguments["sampling"].max_new_tokens))
-        return plain(*where, **arguments)
-
-    monkeypatch.setattr(NativeSampler, "generate", recording)
-    whole = small_run(tmp_path / "whole", *VARYING, "steps=4")
-    assert drawn == [(1.0, 8), (1.0, 4), (0.75, 6), (0.5, 8), (0.5, 8), (1.0, 8)]  # validations first and last
-    names = ("rollout.temperature", "loss.surrogate.epsilon_high", "reward.format.weight")
-    seen = [[step[f"varying/{name}"] for step in steps] for name in names]
-    assert seen == [[1.0, 0.75, 0.5, 0.5], [0.2, 0.3, 0.3, 0.3], pytest.approx([1.0, 0.5, 0.0, 0.0])]
-    # on the first step the distance is 0 (-20 %), later it is above its target (+20 %)
-    coefficients = [step["varying/loss.kl_coef"] for step in steps]
-    assert coefficients == pytest.approx([0.1, 0.09, 0.099, 0.1089])
-    steps.clear()
-    small_run(tmp_path / "broken", *VARYING, "steps=2")
-    continued = small_run(tmp_path / "broken", *VARYING, "steps=4", "checkpoint=last")
-    assert [step["varying/loss.kl_coef"] for step in steps] == coefficients
-    for name, parameter in whole.policy.named_parameters():
-        assert torch.equal(dict(continued.policy.named_parameters())[name], parameter)
-
-
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
     """A module after two steps of the default, and the seeds with which it was asked to sample."""
@@ -280,13 +222,6 @@ def test_several_minibatches_move_the_ratio_use_every_row_each_epoch_and_need_no
     assert module.trainer.global_step == 6
     assert module.reference is None
     assert "policy/kl_divergence" not in module.metrics
-
-
-def test_a_penalty_in_the_reward_needs_a_reference_and_no_term_in_the_loss(steps, tmp_path):
-    module = small_run(tmp_path, "algorithm=rloo", "reference=frozen_copy", "rollout.kl_penalty=0.1", "steps=2")
-    assert module.reference is not None
-    assert steps[1]["policy/kl_divergence"] > 0
-    assert "loss/kl" not in steps[1]
 
 
 def test_the_first_of_several_updates_has_the_gradient_of_a_single_one(gradients, tmp_path):
@@ -376,24 +311,3 @@ def test_the_learning_rate_follows_its_schedule_once_per_rollout(tmp_path, monke
         "module.ppo_epochs=2",
     )
     assert seen[::2] == seen[1::2] == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
-
-
-def test_a_broken_reward_function_ends_the_run_and_is_named(tmp_path):
-    with pytest.raises(RewardError, match="judge is out"):
-        small_run(tmp_path, "reward.custom.function._target_=tests.support.rewards.raising")
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
-
-
-@pytest.mark.slow
-def test_rewards_that_do_not_apply_are_left_out(tmp_path, caplog):
-    module = small_run(
-        tmp_path / "some", "reward.custom.function._target_=tests.support.rewards.sometimes", "reward=[custom]"
-    )
-    assert "reward/custom" in module.metrics
-    small_run(
-        tmp_path / "none",
-        "reward.custom.function._target_=tests.support.rewards.never",
-        "reward=[custom]",
-        "loss.kl_coef=0",
-    )
-    assert "8 completions got None from every reward" in caplog.text

@@ -72,14 +72,6 @@ if __name__ == "__main__":
     if trainer.is_global_zero:
         torch.save([run.module.policy.state_dict(), run.module.metrics], f"{directory}/result.pt")
 """
-LATE = """
-import sys, time
-import grpo_lightning as grpo
-
-if __name__ == "__main__":
-    time.sleep(1.2)  # another second than that of the first process
-    grpo.compose(*sys.argv[1:]).fit()
-"""
 
 
 def run_script(directory, text, *words):
@@ -103,14 +95,6 @@ def test_a_trainer_of_ones_own_gives_one_processs_weights(tmp_path):
     assert same(alone, weights(run.module))
     gap = torch.stack([(two[name] - alone[name]).norm() for name in alone]).norm()
     assert gap < 1e-6 * torch.stack([value.norm() for value in alone.values()]).norm()
-
-
-@pytest.mark.slow
-def test_processes_that_lightning_starts_write_into_one_new_directory(tmp_path):
-    several = ("logger=none", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
-    run_script(tmp_path, LATE, *SETTINGS, "steps=1", *several)
-    [directory] = tmp_path.glob("runs/*/*")
-    assert json.loads((directory / "summary.json").read_text())["status"] == "finished"
 
 
 @pytest.mark.slow
@@ -159,23 +143,6 @@ def test_trainers_that_would_end_early_or_read_checkpoints_themselves_are_refuse
         trainer = lightning.Trainer(**QUIET, default_root_dir=tmp_path, **options)
         with pytest.raises(ValueError, match=message):
             trainer.fit(run.module, datamodule=run.data, ckpt_path=tmp_path if "strategy" in options else None)
-
-
-@pytest.mark.slow
-def test_runs_continue_from_python(tmp_path):
-    more = {"reward": letters, "data": ROWS}
-    settings = [*SHORT[1:], "steps=4", "schedule=constant", "callbacks.checkpoint.every=1", "validation.every=4"]
-    whole = grpo.compose(*settings, run_dir=tmp_path / "whole", **more).fit()
-    grpo.compose(*settings, "steps=2", run_dir=tmp_path / "parts", **more).fit()
-    with pytest.raises(ValueError, match="already holds a run"):
-        grpo.compose(*settings, run_dir=tmp_path / "parts", **more).fit()
-    continued = grpo.compose(*settings, "checkpoint=last", run_dir=tmp_path / "parts", **more).fit()
-    assert same(weights(whole.module), weights(continued.module))
-    metrics = grpo.compose(*settings, "checkpoint=last", run_dir=tmp_path / "parts", **more).validate()
-    assert metrics["val/reward/total"] == continued.metrics["val/reward/total"]
-    measured = continued.validate()  # the policy as it is now
-    assert measured["val/reward/total"] == metrics["val/reward/total"]
-    assert continued.export() == tmp_path / "parts" / "export"
 
 
 AGAIN = [

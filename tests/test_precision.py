@@ -5,7 +5,7 @@ from lightning import LightningModule
 
 from grpo_lightning.distributed import devices
 from grpo_lightning.distributed.devices import default_precision
-from grpo_lightning.module.loop import Loop
+from grpo_lightning.module.base import Loop
 
 
 def test_the_precision_that_fits_a_device(monkeypatch):

@@ -1,5 +1,5 @@
 import math
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 import pytest
 import torch
@@ -9,9 +9,8 @@ from grpo_lightning.advantage import centered
 from grpo_lightning.policy import Policy
 from grpo_lightning.policy.generic import TokenizerAdapter
 from grpo_lightning.reward import RewardSpec
-from grpo_lightning.rollout import Collector
+from grpo_lightning.rollout import Collector, mixed
 from grpo_lightning.rollout.scoring import Scorer
-from grpo_lightning.rollout.selection import mixed
 from grpo_lightning.types import Prompts, Sampled, Sampling
 from tests.support.composed import build, composed
 from tests.support.sampling import context as make_context
@@ -75,7 +74,7 @@ def collector(**changed):
 
 def collect(policy, reference=None, tokens=1000, **changed):
     context = make_context(seed=11)
-    return collector(**changed).collect(policy, reference, PROMPTS, microbatch_tokens=tokens, context=context)
+    return collector(**changed).collect(policy, reference, PROMPTS, context=replace(context, microbatch_tokens=tokens))
 
 
 def test_rewards_are_weighted_and_centred_within_their_own_prompt():
@@ -151,27 +150,6 @@ def test_right_is_what_the_outcome_says_whatever_its_weight_and_the_other_reward
     assert scored.right.tolist() == [False, False, True, False, True, False]
     assert failures == {}
     assert policy.calls == [(("p", "q"), 3, SAMPLING, 11)]
-
-
-def test_the_step_lends_the_policy_its_seed_its_poll_and_its_processes():
-    class Asked(Fixed):
-        def sample(self, prompts, **arguments):
-            self.arguments = arguments
-            return super().sample(prompts, **arguments)
-
-    policy, context = Asked(), make_context(seed=7, poll=lambda: None)
-    Scorer(REWARDS, "has_answer", 1.0).generate_and_score(
-        policy, PROMPTS, group_size=3, sampling=SAMPLING, context=context, first_prompt=40
-    )
-    assert policy.arguments == {
-        "group_size": 3,
-        "sampling": SAMPLING,
-        "seed": 7,
-        "first_prompt": 40,
-        "poll": context.poll,
-        "on_finished": None,  # no reward has a timeout, so that none may begin early
-    }
-    assert context.clock.read().keys() >= {"rollout", "reward"}
 
 
 def test_its_fields_are_the_keys_of_the_settings_with_the_same_defaults():

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 
 from grpo_lightning.advantage import centered
 from grpo_lightning.loss import PolicyLoss, clipped, constant, k3
-from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
+from grpo_lightning.module.update import SelfCheckError, check_rollout
 from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.shared_prompt import SharedPath
 from grpo_lightning.reference import frozen_copy
@@ -298,7 +298,7 @@ def collect(policy, reference=None, *, options=NUCLEUS, **context):
         reward={"long": RewardSpec(lambda completions: [float(len(text)) for text in completions], 1.0)},
     )
     prompts = Prompts(tuple(PROMPTS), {})
-    return collector.collect(policy, reference, prompts, microbatch_tokens=99, context=StepContext(seed=1, **context))
+    return collector.collect(policy, reference, prompts, context=StepContext(seed=1, microbatch_tokens=99, **context))
 
 
 def test_the_reference_is_not_truncated(policy):

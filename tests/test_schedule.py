@@ -9,7 +9,6 @@ from grpo_lightning.reward import RewardSpec
 from grpo_lightning.schedule import (
     Cosine,
     Linear,
-    Piecewise,
     Proportional,
     constant,
     cosine,
@@ -21,7 +20,7 @@ from grpo_lightning.schedule import (
     update_schedules,
 )
 from grpo_lightning.types import Sampling
-from tests.support.running import small_module, small_run
+from tests.support.running import small_module
 
 
 def test_learning_rates_by_hand():
@@ -42,7 +41,7 @@ def test_numbers_by_hand():
         (Linear(10, 20, steps=4), [10, 12, 15, 18, 20, 20]),  # integers: 12.5 and 17.5 to the even neighbour
         # (1 - cos(pi s)) / 2 at s = 0, 1/4, 1/2, 3/4, 1: 0, .146447, .5, .853553, 1
         (Cosine(0.0, 4.0, steps=4), [0, 0.585786, 2, 3.414214, 4, 4]),
-        (Piecewise([1.0, 0.5, 2.0], [3, 5]), [1.0, 1.0, 1.0, 0.5, 0.5, 2.0, 2.0]),
+        (Linear(0.2, 0.3, steps=1, begin=2), [0.2, 0.2, 0.2, 0.3, 0.3]),  # a jump
     ):
         assert [schedule.value_at(step) for step in range(len(expected))] == pytest.approx(expected, abs=1e-6)
     assert type(Linear(10, 20, steps=4).value_at(1)) is int
@@ -65,8 +64,6 @@ def test_a_proportional_coefficient_follows_its_metric():
 def test_impossible_ones_are_refused():
     for build, message in (
         (lambda: Linear(1.0, 0.0, steps=0), "steps=0"),
-        (lambda: Piecewise([1.0, 2.0], []), "one value more"),
-        (lambda: Piecewise([1.0, 2.0, 3.0], [5, 5]), "increase"),
         (lambda: Proportional(0.1, "m", target=0.0, rate=0.1), "target=0.0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -117,7 +114,7 @@ def test_adaptive_schedules_follow_metrics_and_survive_a_checkpoint():
 
 BY_KEY = {
     "rollout.temperature": "Linear, start: 1.0, end: 0.5, steps: 4",
-    "rollout.max_new_tokens": "Piecewise, values: [10, 6], borders: [1]",
+    "rollout.max_new_tokens": "Linear, start: 10, end: 6, steps: 1",
     "reward.format.weight": "Linear, start: 1.0, end: 0.0, steps: 2",
     # a completion is never shorter than a token, and no entropy that high: both grow in every step
     "reward.custom.weight": "Proportional, start: 2.0, metric: completion/length_mean, target: 0.5, rate: 1.0",
@@ -171,17 +168,3 @@ def test_numbers_are_logged_and_kept_under_the_users_keys():
     resumed.on_load_checkpoint(checkpoint)
     assert step(resumed) == pytest.approx(expected[2])
     assert step(module) == pytest.approx(expected[2])
-
-
-@pytest.mark.slow
-def test_adaptive_weights_of_rewards_hold_in_validations_too(tmp_path):
-    number = "start: 2.0, metric: reward/format, target: 9.0, rate: -1"
-    weight = f"reward.format.weight={{_target_: grpo_lightning.schedule.Proportional, {number}}}"
-    module = small_run(tmp_path, "steps=2", "validation.every=1", weight)
-    trained, measured = (
-        rewards["format"].weight for rewards in (module.rollout.reward, module.validation.scorer.rewards)
-    )
-    assert trained is not measured
-    assert trained.value == measured.value == pytest.approx(2.88)  # 2, two times 20 % more
-    total = trained.value * module.metrics["val/reward/format"] + module.metrics["val/reward/custom"]
-    assert module.metrics["val/reward/total"] == pytest.approx(total)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_lightning.advantage import centered
-from grpo_lightning.module.selfcheck import SelfCheckError, check_rollout
+from grpo_lightning.module.update import SelfCheckError, check_rollout
 from grpo_lightning.policy.loading import character_llama
 from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import RewardSpec
@@ -30,7 +30,7 @@ def check(policy, reference=None, sampling=SAMPLING, **changed):
     settings = {"reward": {"r": reward}, "advantage": centered, "outcome": "r", "threshold": 1.0, "group_size": 2}
     collector = Collector(**settings, **vars(SAMPLING))
     prompts = Prompts(("1 + 1", "a longer prompt"), {})
-    collected = collector.collect(policy, reference, prompts, microbatch_tokens=999, context=StepContext(seed=1))
+    collected = collector.collect(policy, reference, prompts, context=StepContext(seed=1, microbatch_tokens=999))
     check_rollout(policy, reference, collected.rollout, sampling, 999)
 
 

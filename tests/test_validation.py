@@ -1,14 +1,43 @@
+"""Metrics of held-out prompts, by hand and by enumeration."""
+
+import itertools
+
 import pytest
-import torch
 
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.schedule import Linear
 from grpo_lightning.types import Prompts
-from grpo_lightning.validation import Validation
+from grpo_lightning.validation import Validation, majority_at_k, pass_at_k
 from tests.support.sampling import context as make_context
 from tests.test_rollout import REWARDS, Fixed
 
 SAMPLING = {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 3, "stop": ["x"]}
+
+
+def rights(row: str) -> list[bool]:
+    return [c == "x" for c in row]
+
+
+def test_pass_at_k_by_hand_and_as_the_mean_over_all_subsets():
+    for k, expected in (
+        (1, [1 / 4, 0, 3 / 4]),
+        (2, [1 / 2, 0, 1]),  # 1 - C(3,2)/C(4,2) = 1/2; 1 - C(1,2)/C(4,2) = 1
+        (4, [1, 0, 1]),
+    ):
+        assert [pass_at_k(rights(row), k) for row in ("x...", "....", "xx.x")] == pytest.approx(expected)
+    subsets = list(itertools.combinations("x..x.", 3))
+    assert pass_at_k(rights("x..x."), 3) == pytest.approx(sum("x" in subset for subset in subsets) / len(subsets))
+
+
+def test_majority_by_hand():
+    for row, answers, k, expected in (
+        ("xx..", "7712", 4, 1),  # 7 wins, right
+        (".x..", "1712", 4, 0),  # 1 wins, wrong
+        ("xx..", "7711", 4, 1 / 2),  # ties
+        ("x...", "7123", 4, 1 / 4),
+        ("xx...", "77111", 3, 1),  # looks at the first three only
+    ):
+        assert majority_at_k(rights(row), list(answers), k) == pytest.approx(expected), answers
 
 
 def validation(reward=REWARDS, **changed):
@@ -19,61 +48,42 @@ def validation(reward=REWARDS, **changed):
 def test_metrics_by_hand():
     policy, made = Fixed(), validation()
     made.step(policy, Prompts(("p", "q"), {"answer": ("a", "b")}), completed_steps=0, context=make_context(seed=3))
-    found = {name: value.item() for name, value in made.compute().items()}
     # p: a, b, ab -> right, wrong, right;   q: "", abc, q -> wrong, right, wrong; every answer is another: ties
-    assert found["val/pass@1"] == pytest.approx((2 / 3 + 1 / 3) / 2)
-    assert found["val/pass@3"] == 1.0
-    assert found["val/maj@3"] == pytest.approx((2 / 3 + 1 / 3) / 2)
-    assert found["val/reward/total"] == pytest.approx(7 / 6)
-    assert found["val/reward/has_answer"] == pytest.approx(1 / 2)
-    assert found["val/reward/length"] == pytest.approx(8 / 5)
-    assert found.keys() == {
-        *("val/pass@1", "val/pass@3", "val/maj@3", "val/reward/total", "val/reward/has_answer", "val/reward/length")
+    assert made.compute() == {
+        "val/pass@1": pytest.approx((2 / 3 + 1 / 3) / 2),
+        "val/pass@3": 1.0,
+        "val/maj@3": pytest.approx((2 / 3 + 1 / 3) / 2),
+        "val/reward/total": pytest.approx(7 / 6),
+        "val/reward/has_answer": pytest.approx(1 / 2),
+        "val/reward/length": pytest.approx(8 / 5),
     }
     (call,) = policy.calls
-    assert call[1] == 3
-    assert call[2].temperature == 0.5
-    assert call[2].stop == ("x",)
-    assert call[3] == 3
+    assert (call[1], call[2].temperature, call[2].stop, call[3]) == (3, 0.5, ("x",), 3)
 
 
-def test_batches_add_up_and_computing_starts_over():
-    made = validation({"r": RewardSpec(lambda completions: [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 2.0)}, outcome=None)
-    for _ in range(2):
-        made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=make_context(seed=0))
-    assert made.compute()["val/pass@1"].item() == pytest.approx(1 / 6)
-    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=make_context(seed=0))
-    found = made.compute()
-    assert found["val/pass@1"].item() == pytest.approx(1 / 6)
-    assert found["val/reward/total"].item() == pytest.approx(1 / 3)
-    assert torch.tensor(list(found.values())).isfinite().all()
-
-
-def test_without_an_outcome_accuracy_decides():
-    never, always = (RewardSpec(lambda completions, score=score: [score] * 6, 1.0) for score in (0.0, 1.0))
-    made = validation({"format": never, "accuracy": always}, outcome=None)
-    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=make_context(seed=0))
-    assert made.compute()["val/pass@1"] == 1.0
-
-
-def test_varying_weights_are_those_of_the_next_step():
-    made = validation({"r": RewardSpec(lambda completions: [1.0] * 6, Linear(1.0, 3.0, steps=4))}, outcome=None)
-    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=1, context=make_context(seed=0))
-    assert made.compute()["val/reward/total"].item() == 1.5
-
-
-def test_prompts_are_numbered_over_the_batches_of_one_validation():
+def test_batches_add_up_are_numbered_and_computing_starts_over():
     class Numbered(Fixed):
         def sample(self, prompts, *, first_prompt, **arguments):
             numbers.append(first_prompt)
             return super().sample(prompts, **arguments)
 
     numbers: list[int] = []
-    made = validation()
-    for _ in range(2):
-        for _ in range(2):
-            made.step(
-                Numbered(), Prompts(("p", "q"), {"answer": ("a", "b")}), completed_steps=0, context=make_context(seed=0)
-            )
-        made.compute()
-    assert numbers == [0, 2, 0, 2]
+    made = validation({"r": RewardSpec(lambda completions: [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 2.0)}, outcome=None)
+    for batches in (2, 1):
+        for _ in range(batches):
+            made.step(Numbered(), Prompts(("p", "q"), {}), completed_steps=0, context=make_context(seed=0))
+        found = made.compute()
+        assert found["val/pass@1"] == pytest.approx(1 / 6)
+        assert found["val/reward/total"] == pytest.approx(1 / 3)
+    assert numbers == [0, 2, 0]
+
+
+def test_without_an_outcome_accuracy_decides_and_varying_weights_are_those_of_the_next_step():
+    never, always = (
+        RewardSpec(lambda completions, score=score: [score] * 6, weight)
+        for score, weight in ((0.0, 1.0), (1.0, Linear(1.0, 3.0, steps=4)))
+    )
+    made = validation({"format": never, "accuracy": always}, outcome=None)
+    made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=1, context=make_context(seed=0))
+    found = made.compute()
+    assert (found["val/pass@1"], found["val/reward/total"]) == (1.0, 1.5)

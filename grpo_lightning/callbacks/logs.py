@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 from grpo_lightning.config.settings import value_at
 from grpo_lightning.console import escape_control, redact
 from grpo_lightning.logger import warn_on_failure
-from grpo_lightning.rollout.scoring import turn_ends
+from grpo_lightning.rollout.scoring import turn_spans
 from grpo_lightning.types import Prompt, Scored
 
 HISTOGRAM = "~histogram"
@@ -188,8 +188,8 @@ def _dialogues(scored: Scored) -> list[str]:
     """[B] the turns of each episode, a line each, with the reward of a turn where turns have rewards."""
     turns, replies = scored.sampled.turns or (), scored.sampled.replies or ()
     texts = []
-    for row, ends in enumerate(turn_ends(scored.sampled)):
-        scores = scored.steps[row][ends].tolist()
+    for row, spans in enumerate(turn_spans(scored.sampled)):
+        scores = scored.steps[row][[end - 1 for _, end in spans]].tolist()
         by_turn = any(score == score for score in scores[:-1])
         lines = []
         for number, (turn, score) in enumerate(zip(turns[row], scores, strict=True)):

@@ -164,7 +164,7 @@ def _environment(get: Reader) -> Iterator[str]:
             continue
         if environment is None:
             yield f"reward.{name} needs an environment, whose score it is: environment=custom, or another one"
-        elif get("rollout._target_") == "grpo_lightning.rollout.recorded.Recorded" and get("rollout.rescore"):
+        elif get("rollout._target_") == "grpo_lightning.recording.Recorded" and get("rollout.rescore"):
             yield f"rollout.rescore=true does not work with reward.{name}: the environment is not run again"
     if environment is not None and get("advantage._target_") == "grpo_lightning.advantage.process":
         yield (

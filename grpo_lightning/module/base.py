@@ -1,4 +1,4 @@
-"""Base of the LightningModules: counting steps, reporting metrics, validation, optimizer and checkpoints.
+"""Base of the LightningModules: counting steps, metrics, validation, optimizer, checkpoints; supervised fine-tuning.
 
 A step is one batch of prompts, whatever the number of optimizer steps made from it; Lightning's ``global_step`` counts
 the latter, so nothing here relies on it.
@@ -6,30 +6,148 @@ the latter, so nothing here relies on it.
 
 import hashlib
 import math
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
-from lightning import LightningModule
+from lightning import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from grpo_lightning.checkpoint.policy import base_fingerprint, check_adapter, trained_names
-from grpo_lightning.clock import Clock, peak_memory
-from grpo_lightning.distributed.strategies import check_strategy, is_sharded, shard, trainer_shards
-from grpo_lightning.module.loop import Loop, TrainerLoop
+from grpo_lightning.distributed import signals
+from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
+from grpo_lightning.distributed.strategies import (
+    check_strategy,
+    gathered,
+    is_sharded,
+    shard,
+    sum_gradients,
+    trainer_shards,
+)
 from grpo_lightning.module.update import GradientStep, trained_weights
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.base import Sampler
 from grpo_lightning.sampler.native.sampler import NativeSampler
 from grpo_lightning.sampler.native.token_sampling import NonFiniteLogits
-from grpo_lightning.types import Prompt, Prompts
+from grpo_lightning.types import Clock, Prompt, Prompts
 from grpo_lightning.validation import Validation
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LRSchedule = Callable[..., float]
+
+
+class Loop:
+    """What carries the steps: Lightning's Trainer, or a program's own loop in this process.
+
+    Args:
+        module: Trained by manual optimization.
+        trainer: The module's, once it has chosen its strategy; None: optimizer and schedule are made here.
+        precision: Without a trainer: bf16-mixed computes in bfloat16, anything else in the weights' own type.
+    """
+
+    def __init__(self, module: LightningModule, trainer: Trainer | None = None, *, precision: Any = None) -> None:
+        self._module = module
+        self._trainer = trainer
+        self._signals = signals.current()
+        self.ranks = SINGLE_PROCESS if trainer is None else Ranks(trainer.global_rank, trainer.world_size)
+        """The processes that divide the work among them."""
+        self._autocast = module.device.type if precision == "bf16-mixed" else None
+        self._made: Any = module.configure_optimizers() if trainer is None else {}
+
+    @property
+    def optimizer(self) -> Any:
+        """The one optimizer of the run."""
+        return self._made["optimizer"] if self._trainer is None else self._module.optimizers()
+
+    @property
+    def schedule(self) -> Any:
+        """The learning-rate scheduler, which makes one step per rollout."""
+        return self._made["lr_scheduler"] if self._trainer is None else self._module.lr_schedulers()
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether loggers are told: a later validation in a training's directory adds nothing to what that logged."""
+        if self._trainer is None:
+            return False
+        directory = Path(self._trainer.default_root_dir)
+        trained = all((directory / name).exists() for name in ("summary.json", "checkpoints/last.ckpt"))
+        return self._trainer.state.fn == "fit" or not trained
+
+    def begin(self, *, epochs: int) -> None:
+        """Make the strategy add gradients up, and refuse a trainer that would end or round otherwise than asked."""
+        if (trainer := self._trainer) is None:
+            return
+        sum_gradients(trainer.strategy)
+        if trainer.precision == "16-mixed":
+            raise ValueError(
+                "trainer.precision=16-mixed: allowed are 32-true and bf16-mixed (gradients would be clipped before "
+                "they are unscaled)"
+            )
+        if trainer.max_steps != -1:
+            raise ValueError(
+                f"trainer.max_steps={trainer.max_steps}: allowed is -1; it counts optimizer steps, of which a rollout "
+                "may have several, and the module ends after its own number of steps"
+            )
+        if trainer.max_epochs is not None and -1 < trainer.max_epochs < epochs:
+            raise ValueError(
+                f"trainer.max_epochs={trainer.max_epochs}: allowed is -1, or at least {epochs}: an epoch lasts from "
+                "one validation to the next"
+            )
+
+    def begin_steps(self) -> None:
+        """From now on the process, when asked to end, does so in `check`."""
+        if self._trainer is not None:
+            self._signals.begin_steps(self._trainer.strategy.launcher)
+
+    def check(self) -> None:
+        """Raise ``Preempted`` if the process was asked to end."""
+        if self._trainer is not None:
+            self._signals.check()
+
+    def end_steps(self) -> None:
+        """From now on the process, when asked to end, does so at once."""
+        if self._trainer is not None:
+            self._signals.end_steps()
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Inside, arithmetic is that of a training step."""
+        if self._trainer is not None:
+            return self._trainer.precision_plugin.train_step_context()
+        # Rounded weights must not be kept from one optimizer step to the next, within one training step.
+        kind = self._autocast
+        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False) if kind else nullcontext()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of a micro-batch; processes exchange gradients after the ``last`` one."""
+        if self._trainer is None:
+            loss.backward()
+            return
+        wrapped: Any = self._trainer.strategy.model
+        with nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync():
+            self._module.manual_backward(loss)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Write scalars to the trainer's loggers where `is_logged`; they are also its ``callback_metrics``."""
+        if self._trainer is None:
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*sync_dist=True")  # the values are the same in all processes
+            self._module.log_dict(dict(metrics), logger=False, batch_size=1)
+        if self.is_logged:
+            for logger in self._trainer.loggers:
+                logger.log_metrics(dict(metrics), step=step)
+
+    def stop(self) -> None:
+        """Make this step the last one."""
+        if self._trainer is not None:
+            self._trainer.should_stop = True
 
 
 @dataclass
@@ -38,19 +156,14 @@ class MetricHistory:
 
     first: float
     first_step: int
-    last: float
-    last_step: int
-    count: int
-    total: float
-    min: float
-    max: float
-    max_step: int
+    last: float = 0.0
+    last_step: int = 0
+    count: int = 0
+    total: float = 0.0
+    min: float = math.inf
+    max: float = -math.inf
+    max_step: int = 0
     """The first step at which it was largest."""
-
-    @classmethod
-    def begin(cls, value: float, step: int) -> Self:
-        """The history of one value."""
-        return cls(value, step, value, step, 1, value, value, value, step)
 
     def add(self, value: float, step: int) -> None:
         """Count one more value."""
@@ -62,11 +175,7 @@ class MetricHistory:
             self.max, self.max_step = value, step
 
     def summary(self, *, with_steps: bool) -> dict[str, float]:
-        """The "first", "last", "mean", "min" and "max".
-
-        Args:
-            with_steps: Whether also "best", the largest, with "best_step", and "first_step" and "last_step".
-        """
+        """The "first", "last", "mean", "min" and "max"; with steps also those of the first, last and "best" value."""
         mean = min(self.max, max(self.min, self.total / self.count))  # despite rounding and overflow
         values = {"first": self.first, "last": self.last, "mean": mean, "min": self.min, "max": self.max}
         if with_steps:
@@ -85,6 +194,7 @@ class StepModule(LightningModule):
         schedule: (steps completed, total_steps=) -> multiplier of the learning rate.
         steps: Batches of prompts to train on.
         seed: Decides all sampling and shuffling.
+        microbatch_tokens: Most tokens, padding included, in one forward pass: memory, never results.
         sampler: Generates the completions; None: the native sampler.
         max_grad_norm: As in `GradientStep`, like ``max_skipped``.
         max_skipped: As in `GradientStep`.
@@ -103,6 +213,7 @@ class StepModule(LightningModule):
         *,
         steps: int,
         seed: int,
+        microbatch_tokens: int,
         max_grad_norm: float,
         max_skipped: int,
         sampler: Sampler | None = None,
@@ -116,6 +227,7 @@ class StepModule(LightningModule):
         self.schedule = schedule
         self.steps = steps
         self.seed = seed
+        self.microbatch_tokens = microbatch_tokens
         self.sampler = sampler or NativeSampler()
         self.settings = dict(settings or {})
         self.gradient_step = GradientStep(max_grad_norm=max_grad_norm, max_skipped=max_skipped)
@@ -142,31 +254,24 @@ class StepModule(LightningModule):
             step=self.completed_steps,
             clock=self.clock,
             poll=self.poll,
+            microbatch_tokens=self.microbatch_tokens,
             ranks=self.loop.ranks,
             sampler=self.sampler,
         )
 
     @contextmanager
     def sampling(self, phase: str) -> Iterator[None]:
-        """Inside, the sampler may generate with the policy's weights as they are.
-
-        Args:
-            phase: What the completions are for, for messages.
-
-        Raises:
-            FloatingPointError: The policy's logits are not finite.
-        """
+        """Inside, the sampler may generate with the policy's weights as they are; ``phase`` is for messages."""
         step, ranks = self.completed_steps, self.loop.ranks
         ready = self.sampler.ready(self.policy, version=step, clock=self.clock, ranks=ranks)
         try:
-            with self.loop.sampling(self.policy), ready:
+            with gathered(self.policy), ready:
                 yield
         except NonFiniteLogits as error:
             when = f"the {phase} after step {step}" if step else f"the {phase} before any step"
             cause = (
-                "the last updates have damaged the weights: try a lower optimizer.lr, a module.max_grad_norm below "
-                f"{self.gradient_step.max_grad_norm:g}, a longer schedule.warmup_steps or trainer.precision=32-true, "
-                "from an earlier checkpoint"
+                "the last updates have damaged the weights: try a lower optimizer.lr or module.max_grad_norm, a longer "
+                "schedule.warmup_steps or trainer.precision=32-true, from an earlier checkpoint"
                 if step
                 else "the weights were damaged when they were loaded, or are too large for trainer.precision: try "
                 "another policy.path, trainer.precision=32-true and policy.dtype=float32"
@@ -178,14 +283,11 @@ class StepModule(LightningModule):
         self.loop.check()
 
     def train_step(self, prompts: Prompts | list[Prompt], **columns: Any) -> dict[str, float]:
-        """Make one step without a Trainer, for a loop of one's own in one process.
+        """Make one step without a Trainer, for a loop of one's own in one process; returns its metrics by name.
 
         Args:
             prompts: As the data would yield them, or a list of texts, chat messages or token ids.
             columns: What rewards ask for by name, one value per prompt.
-
-        Returns:
-            The step's metrics by name.
         """
         self.begin_without_trainer()
         if not isinstance(prompts, Prompts):
@@ -205,17 +307,13 @@ class StepModule(LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, *_: Any, **__: Any) -> Self:
-        """Not supported: a module is built from settings.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Not supported: a module is built from settings."""
         raise TypeError(f"{cls.__name__}.load_from_checkpoint: use compose('checkpoint=PATH', …).module instead")
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         check_strategy(self.trainer.strategy)
-        self.loop = TrainerLoop(self, self.trainer)
+        self.loop = Loop(self, self.trainer)
 
     def configure_model(self) -> None:
         """Shard the policy, where the strategy shards."""
@@ -246,18 +344,13 @@ class StepModule(LightningModule):
         self.loop.begin_steps()
 
     def report(self, values: Mapping[str, float | Tensor]) -> None:
-        """Publish scalars at the number of completed steps, averaged over processes (``*_max``: the largest).
-
-        What is not finite is left out, such as a mean over nothing.
-        """
+        """Publish scalars averaged over processes (``*_max``: the largest), but those of nothing, which are NaN."""
         averaged = self.loop.ranks.mean(values, device=self.device, largest={"perf/peak_memory_gb"})
         finite = {name: value for name, value in averaged.items() if math.isfinite(value)}
         self.metrics = {name: value for name, value in self.metrics.items() if name not in averaged} | finite
         for name, value in finite.items():
-            if name in self.history:
-                self.history[name].add(value, self.completed_steps)
-            else:
-                self.history[name] = MetricHistory.begin(value, self.completed_steps)
+            history = self.history.setdefault(name, MetricHistory(value, self.completed_steps))
+            history.add(value, self.completed_steps)
         self.loop.log(finite, step=self.completed_steps)
 
     def summary(self) -> dict[str, dict[str, float]]:
@@ -277,22 +370,26 @@ class StepModule(LightningModule):
         if self.completed_steps >= self.steps:
             self.loop.stop()
 
-    def performance(self, num_tokens: int, flops: float = 0.0) -> dict[str, float]:
-        """Seconds of the step's phases, its speed and memory.
+    def peak_memory(self) -> int:
+        """The most bytes so far: allocated on the GPU, or resident on a CPU (0 on Windows)."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if sys.platform == "win32":
+            return 0
+        import resource
 
-        Args:
-            num_tokens: Sampled in it.
-            flops: Least floating-point operations that it takes, as ``Policy.flops`` counts them.
-        """
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def performance(self, num_tokens: int, flops: float) -> dict[str, float]:
+        """Seconds of the step's phases, its speed and memory, by its sampled tokens and its `Policy.flops`."""
         seconds = self.clock.read()
-        on_gpu = self.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else peak_memory()
         metrics = {f"time/{phase}": value for phase, value in seconds.items()}
         if flops and self.flops_per_second:
             possible = self.loop.ranks.size * seconds["step"] * self.flops_per_second
             metrics["perf/gemm_fraction"] = flops / possible
         metrics["perf/tokens_per_second"] = num_tokens / seconds["step"]
-        metrics["perf/peak_memory_gb"] = peak / 1e9
+        metrics["perf/peak_memory_gb"] = self.peak_memory() / 1e9
         return metrics | dict(self.sampler.metrics)
 
     @property
@@ -343,14 +440,38 @@ class StepModule(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the run's state.
-
-        Raises:
-            ValueError: It holds an adapter of another base, or of other shape than this policy's.
-        """
+        """Restore the run's state; an adapter of another base or shape is a ValueError."""
         check_adapter(self.policy, self.base, checkpoint)
         state = checkpoint["step"]
         self.completed_steps, self.validated_at = state["completed"], state["validated_at"]
         self.gradient_step.skipped, self.gradient_step.skipped_in_a_row = state["skipped"]
         self.metrics = {name: value for name, value in state["metrics"].items() if isinstance(value, int | float)}
         self.history = {name: MetricHistory(**values) for name, values in state["values"].items()}
+
+
+class SFTLightningModule(StepModule):
+    """Supervised fine-tuning: per batch one optimizer step on the mean negative log-likelihood of demonstrations.
+
+    The data set has a column ``completion`` beside the prompts.
+    """
+
+    def training_step(self, prompts: Prompts) -> None:
+        ranks = self.loop.ranks
+        ranks.all_or_raise(self.poll)
+        self.clock.restart()
+        if "completion" not in prompts.columns:
+            raise ValueError(f"module=sft needs a column 'completion'; the data has {sorted(prompts.columns)}")
+        with self.clock("update"):
+            rows = self.policy.tokenize_demonstrations(prompts.texts, prompts.columns["completion"])
+            tokens = rows.mask.sum()
+            total = torch.zeros((), device=self.device)
+            indices, idle = self.policy.local_microbatches(rows, self.microbatch_tokens, ranks)
+            for number, index in enumerate(indices):
+                is_real = number < len(indices) - idle  # the others keep step with processes that have more
+                loss = -self.policy.logprobs(rows[index], temperature=1.0).sum() * is_real / tokens
+                self.loop.backward(loss, last=number == len(indices) - 1)
+                total += loss.detach()
+            total = ranks.sum({"loss": total})["loss"]
+            norm = self.apply_gradients()
+        times: dict[str, Any] = {f"time/{phase}": seconds for phase, seconds in self.clock.read().items()}
+        self.complete_step({"loss/total": total, "optim/grad_norm": norm, **times})

@@ -8,8 +8,7 @@ import torch
 
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.module.base import LRSchedule, OptimizerFactory, StepModule
-from grpo_lightning.module.selfcheck import check_rollout
-from grpo_lightning.module.update import Update, accumulate, mean_metrics
+from grpo_lightning.module.update import Update, accumulate, check_rollout, mean_metrics
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
@@ -41,7 +40,6 @@ class GRPOLightningModule(StepModule):
         schedule: Multiplier of the learning rate by step.
         ppo_epochs: Passes over each rollout.
         minibatch_size: Completions per optimizer step, over all processes; null takes the whole rollout.
-        microbatch_tokens: Most tokens, padding included, in one forward pass: memory, never results.
         skip_dead: Whether completions that cannot have a gradient are left out of the forward pass.
         self_check: Whether the first rollout of the run is checked for errors that training would hide.
     """
@@ -58,7 +56,6 @@ class GRPOLightningModule(StepModule):
         *,
         ppo_epochs: int,
         minibatch_size: int | None,
-        microbatch_tokens: int,
         skip_dead: bool,
         self_check: bool,
         **common: Any,
@@ -68,7 +65,6 @@ class GRPOLightningModule(StepModule):
         self.loss = loss
         self.ppo_epochs = ppo_epochs
         self.minibatch_size = minibatch_size
-        self.microbatch_tokens = microbatch_tokens
         self.self_check = self_check
         self.skip_dead = skip_dead
         self.carried: Scored | None = None
@@ -119,7 +115,7 @@ class GRPOLightningModule(StepModule):
             "collected": collected,
             "updates": updates,
             "scored": collected.scored,
-            "advantages": collected.advantages,
+            "advantages": collected.rollout.mean_advantages,
             "ratio": torch.cat([update.ratio for update in updates]),
         }
 
@@ -132,14 +128,7 @@ class GRPOLightningModule(StepModule):
             SelfCheckError: It is the first one of a run, and does not agree with itself.
         """
         with self.sampling("rollout"):
-            collected = rollout.collect(
-                self.policy,
-                self.reference,
-                prompts,
-                microbatch_tokens=self.microbatch_tokens,
-                context=context,
-                carried=carried,
-            )
+            collected = rollout.collect(self.policy, self.reference, prompts, context=context, carried=carried)
         if self.self_check and self.completed_steps == 0 and collected.is_fresh:
             checked = (self.policy, self.reference, collected.rollout, rollout.sampling, self.microbatch_tokens)
             check_rollout(*checked, coarse=self.sampler.is_coarse, filtered=self.sampler.is_engine)
@@ -152,7 +141,7 @@ class GRPOLightningModule(StepModule):
 
         Args:
             collected: The rollout.
-            loss: The step's.
+            loss: The step's, like ``temperature``.
             temperature: At which it was sampled.
             apply_gradients: Called after the backward passes of each minibatch; returns the gradient's norm.
         """

@@ -1,9 +1,9 @@
-"""One optimizer step: gradients added up over micro-batches and processes, clipped, applied."""
+"""One optimizer step, its gradient added up over micro-batches and processes; and the check of a first rollout."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,13 @@ from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.loss import PolicyLoss, corrections, mismatch
 from grpo_lightning.policy import Policy
 from grpo_lightning.policy.base import is_adapted
-from grpo_lightning.types import Rollout
+from grpo_lightning.types import Rollout, Sampling
 
 log = logging.getLogger(__name__)
 
 
-class Backward(Protocol):
-    """Adds the gradient of a micro-batch's loss; ``last`` is true for the last one."""
-
-    def __call__(self, loss: Tensor, *, last: bool) -> None: ...
+Backward = Callable[..., None]
+"""(loss, last=): adds the gradient of a micro-batch's loss; ``last`` is true for the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +61,8 @@ def accumulate(
         skip_dead: Whether rows that cannot have a gradient are left out.
         on_policy_step: Whether this is the only step on rows that the present policy has sampled: then its own
             log-probabilities are the old ones, and the ratio is exactly 1.
-        is_first: Whether this is the first step on such rows: the old log-probabilities then differ from the policy's
-            own by the sampler alone, and the mismatch is measured.
+        is_first: Whether this is the first step on such rows, so that old and own log-probabilities differ by the
+            sampler alone, and the mismatch is measured.
         ranks: The processes.
         backward: Called once per micro-batch, as often in every process.
     """
@@ -108,11 +106,8 @@ def accumulate(
 def _add_up(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
     """Add ``more`` to ``sums``, by name; of ``*_max`` keep the larger."""
     for name, value in more.items():
-        before = sums.get(name)
-        if before is None:
-            sums[name] = value
-        else:
-            sums[name] = torch.maximum(before, value) if name.endswith("_max") else before + value
+        before = sums.get(name, value.new_zeros(()))  # no maximum is negative
+        sums[name] = torch.maximum(before, value) if name.endswith("_max") else before + value
 
 
 def mean_metrics(updates: Sequence[Update]) -> dict[str, Tensor]:
@@ -163,14 +158,11 @@ class GradientStep:
         self.skipped_in_a_row = 0
 
     def apply(self, optimizer: Optimizer, *, step: int) -> float:
-        """Clip and step, then drop the gradients.
+        """Clip and step, then drop the gradients; returns the gradient's norm before clipping.
 
         Args:
             optimizer: Its parameters have gradients.
             step: Its number, for messages.
-
-        Returns:
-            The gradient's norm before clipping.
 
         Raises:
             FloatingPointError: More than ``max_skipped`` steps in a row were skipped.
@@ -192,3 +184,93 @@ class GradientStep:
                 f"that is not finite (module.max_skipped={self.max_skipped}): lower optimizer.lr or check the rewards"
             )
         return norm
+
+
+class SelfCheckError(RuntimeError):
+    """Sampling, scoring and reference do not describe the same distribution."""
+
+
+@torch.no_grad()
+def check_rollout(
+    policy: Policy,
+    reference: Policy | None,
+    rollout: Rollout,
+    sampling: Sampling,
+    microbatch_tokens: int,
+    *,
+    tolerance: float = 1e-3,
+    coarse: bool = False,
+    filtered: bool = False,
+) -> None:
+    """Check a rollout for errors that training would hide; no weights were updated since it was made.
+
+    Args:
+        policy: As it sampled.
+        reference: Of the KL term, or None.
+        rollout: With the sampler's log-probabilities as the old ones.
+        sampling: How it was drawn.
+        microbatch_tokens: Most tokens in one forward pass.
+        tolerance: Largest difference in nats; in 16-bit or 8-bit arithmetic the mean may be 0.05 instead, since single
+            tokens are off by a rounding of large logits.
+        coarse: Whether what sampled computes in 16 bits, whatever the policy does.
+        filtered: Whether the sets of truncated sampling are the policy's, not the sampler's. They differ where a
+            probability lies on a bound: then the largest differences of one token in a hundred do not count.
+
+    Raises:
+        SelfCheckError: Scoring the same tokens twice differs (something random is left on, so that no ratio is 1);
+            scoring differs from the sampler (then the ratio of the first update is not 1); or a reference that is a
+            copy of the policy is not at distance 0.
+    """
+    rows = rollout[rollout.mask.any(-1).nonzero().flatten()]
+    if not len(rows):
+        return  # every completion was cut at the limit, and rollout.mask_truncated leaves those out
+    rows = rows[policy.microbatches(rows, microbatch_tokens)[0]]
+    rounded = (torch.bfloat16, torch.float16, torch.int8)
+    is_half = coarse or any(weight.dtype in rounded for weight in policy.parameters())
+    is_half |= torch.is_autocast_enabled(rows.ids.device.type)
+    allowed = 0.05 if is_half else tolerance
+
+    def gap(one: Tensor, other: Tensor, mask: Tensor, *, without_outliers: bool = False) -> float:
+        """The mean difference inside the mask in 16 bits, else the largest, or that without one token in a hundred."""
+        gaps = (one - other).abs()[mask].sort().values
+        if is_half:
+            return float(gaps.mean())
+        ignored = max(1, len(gaps) // 100) if without_outliers else 0
+        return float(gaps[: len(gaps) - ignored].max()) if len(gaps) > ignored else 0.0
+
+    first = policy.logprobs(rows, temperature=sampling.temperature)
+    again = policy.logprobs(rows, temperature=sampling.temperature)
+    if not torch.equal(first, again):
+        raise SelfCheckError(
+            f"scoring the same completions twice differs by up to {(first - again).abs().max():.2g} nats, so the "
+            "ratio to the old policy is never 1: dropout or another random layer is still on in the policy"
+        )
+    found = gap(first, rows.old_logprobs, rows.mask, without_outliers=filtered and rows.support is not None)
+    if found > allowed:
+        alone = rows[torch.arange(1, device=rows.mask.device)]
+        moved = gap(policy.logprobs(alone, temperature=sampling.temperature), first[:1], alone.mask)
+        cause = (
+            f"the log-probabilities of a completion change by {moved:.2g} with the rows beside it: the model does not "
+            "respect attention_mask or position_ids (padding)"
+            if moved > allowed
+            else "the model scores a token otherwise in one pass than step by step with its cache, or another "
+            "temperature was sampled than is scored"
+        )
+        raise SelfCheckError(
+            f"recomputed log-probabilities differ from the sampler's by up to {found:.2g} nats "
+            f"(allowed: {allowed}): {cause}"
+        )
+    if reference is not None and reference.idle_device is None and _same_weights(policy, reference):
+        whole = rows.without_support
+        own = first if rows.support is None else policy.logprobs(whole, temperature=sampling.temperature)
+        found = gap(own, reference.logprobs(whole, temperature=sampling.temperature), rows.mask)
+        if found > allowed:
+            raise SelfCheckError(
+                f"the reference is a copy of the policy, yet their log-probabilities differ by up to {found:.2g} nats: "
+                "the KL term would pull to a wrong place (another dtype or attention implementation?)"
+            )
+
+
+def _same_weights(policy: Policy, reference: Policy) -> bool:
+    own, theirs = dict(policy.named_parameters()), dict(reference.named_parameters())
+    return own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own)

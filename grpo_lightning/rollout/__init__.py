@@ -1,5 +1,5 @@
 """Collect rollouts: prompts -> samples -> rewards -> advantages. Runs without a Trainer."""
 
-from grpo_lightning.rollout.collector import Collector
+from grpo_lightning.rollout.collector import Collected, Collector, max_variance, mixed
 
-__all__ = ["Collector"]
+__all__ = ["Collected", "Collector", "max_variance", "mixed"]

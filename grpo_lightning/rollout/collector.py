@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,7 @@ from grpo_lightning.advantage import replace_nan
 from grpo_lightning.loss import k1, k3
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec
-from grpo_lightning.rollout.scoring import Scorer, StepContext, turn_metrics
-from grpo_lightning.rollout.selection import top_entropy
+from grpo_lightning.rollout.scoring import Scorer, StepContext
 from grpo_lightning.sampler.native.token_sampling import MAX_SUPPORT
 from grpo_lightning.types import Prompts, Rollout, Sampled, Sampling, SamplingSupport, Scored
 
@@ -54,11 +53,6 @@ class Collected:
     """Floating-point operations of sampling and of the reference, at least, see ``Policy.flops``."""
     is_fresh: bool
     """Whether all rows were sampled by the policy as it is now."""
-
-    @property
-    def advantages(self) -> Tensor:
-        """[B] mean over each row's tokens."""
-        return self.rollout.mean_advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +105,7 @@ class Collector:
     @property
     def sampling(self) -> Sampling:
         """How completions are drawn."""
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            max_new_tokens=self.max_new_tokens,
-            stop=tuple(self.stop),
-            kv_cache_gib=self.kv_cache_gib,
-        )
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
     @property
     def scorer(self) -> Scorer:
@@ -133,7 +119,6 @@ class Collector:
         reference: Policy | None,
         prompts: Prompts,
         *,
-        microbatch_tokens: int,
         context: StepContext,
         carried: Scored | None = None,
     ) -> Collected:
@@ -143,61 +128,95 @@ class Collector:
             policy: Samples.
             reference: Gives log-probabilities of the samples, once; None for no KL term.
             prompts: [P * max_tries] those of each try.
-            microbatch_tokens: Most tokens in one forward pass that scores.
             context: The step's seed, sampler, clock and processes. All processes return the whole rollout.
             carried: Surplus groups of the last rollout, which come first; their old log-probabilities are those of the
-                policy that sampled them. Dropped where they do not fit any more, see `sample_groups`.
+                policy that sampled them. Dropped if they have another size or other rewards.
 
         Returns:
             A rollout of P prompts, whose old log-probabilities are the sampler's.
         """
-        groups = sample_groups(
-            self.scorer,
-            policy,
-            prompts,
-            group_size=self.group_size,
-            sampling=self.sampling,
-            group_filter=self.group_filter,
-            max_tries=self.max_tries,
-            carried=carried,
-            microbatch_tokens=microbatch_tokens,
-            context=context,
-        )
-        scored = groups.scored
+        expected = (self.group_size, {*self.reward, "total"})
+        if carried and (carried.group_size, {*carried.rewards}) != expected:
+            log.warning("%d groups of the last rollout have another size or rewards: left out", len(carried.prompts))
+            carried = None
+        groups, sampled, metrics = self._sample_groups(policy, prompts, carried, context)
+        wanted = len(prompts) // self.max_tries
+        scored, surplus = groups.groups(range(wanted)), groups.groups(range(wanted, len(groups.prompts)))
         if self.downsample is not None:
-            rewards = scored.rewards["total"].view(len(scored.prompts), -1)  # [B] -> [P, G]
+            rewards = scored.rewards["total"].view(wanted, -1)  # [B] -> [P, G]
             members = self.downsample(rewards)  # [P, n]
-            scored = scored.rows((torch.arange(len(rewards)).unsqueeze(-1) * self.group_size + members).flatten())
+            scored = scored.rows((torch.arange(wanted).unsqueeze(-1) * self.group_size + members).flatten())
         with context.clock("score"):
-            ref_logprobs = self.ref_logprobs(reference, scored.sampled, microbatch_tokens, context)
+            ref_logprobs = self.ref_logprobs(reference, scored.sampled, context)
         rollout = self.compare(scored, ref_logprobs)
-        metrics = sampled_metrics(groups.sampled)
-        metrics |= token_metrics(scored, ref_logprobs, has_reference=reference is not None)
-        metrics |= advantage_metrics(rollout.mean_advantages) | dict(groups.metrics)
         passes = 2 if "sampler/support_miss_rate" in metrics else 1  # the support of an engine's samples takes one, too
-        flops = policy.flops(groups.sampled.sampled) * passes
+        flops = policy.flops(sampled.sampled) * passes
         return Collected(
             rollout=rollout,
             scored=scored,
-            metrics=metrics,
-            carried=groups.surplus,
-            num_tokens=int(groups.sampled.sampled.mask.sum()),
+            metrics=sampled_metrics(sampled)
+            | token_metrics(scored, ref_logprobs, has_reference=reference is not None)
+            | advantage_metrics(rollout.mean_advantages)
+            | metrics,
+            carried=surplus if len(surplus.prompts) else None,
+            num_tokens=int(sampled.sampled.mask.sum()),
             flops=flops + (reference.flops(scored.sampled) if reference else 0.0),
-            is_fresh=groups.is_fresh,
+            is_fresh=carried is None,
         )
 
-    def ref_logprobs(
-        self, reference: Policy | None, sampled: Sampled, microbatch_tokens: int, context: StepContext
-    ) -> Tensor:
-        """[B, T] under the reference, of the whole vocabulary; the work is divided over the processes.
+    def _sample_groups(
+        self, policy: Policy, prompts: Prompts, carried: Scored | None, context: StepContext
+    ) -> tuple[Scored, Scored, dict[str, Tensor]]:
+        """At least P groups, those carried over first, then those that pass the filter; all that were sampled; metrics.
 
-        Zeros without a reference.
+        DAPO's dynamic sampling, arXiv:2503.14476, section 3.2. If too few pass, refused ones fill up the rollout.
         """
+        wanted = len(prompts) // self.max_tries
+        fresh: list[Scored] = []
+        passed: list[Scored] = [carried] if carried else []
+        refused: list[Scored] = []
+        by_try: list[dict[str, float]] = []
+        # at least once, though the last rollout may have been of more prompts and have left enough over
+        while not fresh or (_count(passed) < wanted and len(fresh) < self.max_tries):
+            scored, metrics = self.scorer.generate_and_score(
+                policy,
+                prompts[range(len(fresh) * wanted, (len(fresh) + 1) * wanted)],
+                group_size=self.group_size,
+                sampling=self.sampling,
+                context=replace(context, seed=context.seed + len(fresh)),
+            )
+            sampled, support_metrics = with_support(policy, scored.sampled, self.sampling, context)
+            scored = replace(scored, sampled=sampled)
+            passes = [True] * wanted
+            if self.group_filter is not None:
+                passes = self.group_filter(scored.rewards[self.scorer.outcome_name].view(wanted, -1)).tolist()
+            fresh.append(scored)
+            passed.append(scored.groups([group for group in range(wanted) if passes[group]]))
+            refused.append(scored.groups([group for group in range(wanted) if not passes[group]]))
+            by_try.append(metrics | support_metrics)
+        means = {name: torch.tensor([one[name] for one in by_try]).mean() for name in by_try[0]}
+        kept = _count(passed)
+        if self.group_filter is not None:
+            means |= {
+                "group/tries": torch.tensor(float(len(fresh))),
+                "group/kept": torch.tensor(kept / (len(fresh) * wanted)),
+                "group/carried": torch.tensor(len(carried.prompts) / wanted if carried else 0.0),
+            }
+        if kept < wanted:
+            message = "%d of %d groups passed rollout.group_filter after %d tries (rollout.max_tries): filled up with "
+            log.warning(message + "others, which have no gradient", kept, wanted, self.max_tries)
+            filling = Scored.concatenate([part for part in refused if len(part.prompts)])
+            passed.append(filling.groups(range(wanted - kept)))
+        groups = Scored.concatenate([part for part in passed if len(part.prompts)])
+        return groups, Scored.concatenate(fresh), means
+
+    def ref_logprobs(self, reference: Policy | None, sampled: Sampled, context: StepContext) -> Tensor:
+        """[B, T] under the reference, of the whole vocabulary; zeros without one. Processes divide the work."""
         logprobs = torch.zeros_like(sampled.logprobs)
         if reference is None:
             return logprobs
         sampled = sampled.without_support
-        parts, _ = reference.local_microbatches(sampled, microbatch_tokens, context.ranks)
+        parts, _ = reference.local_microbatches(sampled, context.microbatch_tokens, context.ranks)
         with reference.on_device(logprobs.device):
             for rows in parts:
                 logprobs[rows] = reference.logprobs(sampled[rows], temperature=self.temperature)
@@ -209,15 +228,7 @@ class Collector:
         return logprobs
 
     def compare(self, scored: Scored, ref_logprobs: Tensor) -> Rollout:
-        """Compute advantages.
-
-        Args:
-            scored: The completions that are trained on.
-            ref_logprobs: [B, T] of them under the reference; zeros where none is used.
-
-        Raises:
-            ValueError: The advantage function returns no tensor of a right shape.
-        """
+        """The completions with their advantages; ``ref_logprobs`` [B, T] are zeros where no reference is used."""
         sampled, groups = scored.sampled, (len(scored.prompts), scored.group_size)
         total = scored.rewards["total"]
         if unscored := int(total.isnan().sum()):
@@ -242,7 +253,7 @@ class Collector:
             mask = mask & torch.tensor(sampled.finished, device=mask.device).unsqueeze(-1)
         has_advantage = mask
         if self.top_entropy < 1:
-            has_advantage = top_entropy(sampled.entropy, mask, fraction=self.top_entropy)
+            has_advantage = top_entropy_mask(sampled.entropy, mask, fraction=self.top_entropy)
         advantages = advantages.to(mask.device).reshape(len(mask), -1)  # [P, G] -> [B, 1], or [P, G, T] -> [B, T]
         return Rollout(
             ids=sampled.ids,
@@ -255,138 +266,25 @@ class Collector:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """The groups that a rollout trains on, and those left for the next one."""
-
-    scored: Scored
-    """P groups."""
-    sampled: Scored
-    """All groups that were sampled and scored for it."""
-    surplus: Scored | None
-    """Groups beyond P that passed the filter, for the next rollout."""
-    metrics: Mapping[str, Tensor]
-    """Of the filter, and the failures of rewards."""
-    is_fresh: bool
-    """Whether all of ``scored`` was sampled by the policy as it is now."""
-
-
-def sample_groups(
-    scorer: Scorer,
-    policy: Policy,
-    prompts: Prompts,
-    *,
-    group_size: int,
-    sampling: Sampling,
-    group_filter: GroupFilter | None,
-    max_tries: int,
-    carried: Scored | None,
-    microbatch_tokens: int,
-    context: StepContext,
-) -> Groups:
-    """P groups: those carried over from the last rollout first, then those that pass the filter.
-
-    DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.
-
-    Args:
-        scorer: Generates and scores.
-        policy: Generates.
-        prompts: [P * max_tries] those of each try.
-        group_size: Completions per prompt, G.
-        sampling: How tokens are drawn.
-        group_filter: Says by the outcome rewards which groups to train on; None for all.
-        max_tries: How often to sample at most. If too few groups pass, refused ones fill up the rollout.
-        carried: Surplus groups of the last rollout; dropped if they have another size or other rewards.
-        microbatch_tokens: Most tokens in one forward pass of the policy.
-        context: The step's seed, sampler, clock and processes.
-    """
-    if carried and (carried.group_size != group_size or carried.rewards.keys() != {*scorer.rewards, "total"}):
-        log.warning("%d groups of the last rollout have another size or other rewards: left out", len(carried.prompts))
-        carried = None
-    wanted = len(prompts) // max_tries
-    fresh: list[Scored] = []
-    passed: list[Scored] = [carried] if carried else []
-    refused: list[Scored] = []
-    metrics_by_try: list[dict[str, float]] = []
-    # at least once, though the last rollout may have been of more prompts and have left enough over
-    while not fresh or (_count(passed) < wanted and len(fresh) < max_tries):
-        scored, metrics = scorer.generate_and_score(
-            policy,
-            prompts[range(len(fresh) * wanted, (len(fresh) + 1) * wanted)],
-            group_size=group_size,
-            sampling=sampling,
-            context=replace(context, seed=context.seed + len(fresh)),
-        )
-        sampled, support_metrics = with_support(
-            policy, scored.sampled, sampling, microbatch_tokens=microbatch_tokens, context=context
-        )
-        scored = replace(scored, sampled=sampled)
-        passes = [True] * wanted
-        if group_filter is not None:
-            passes = group_filter(scored.rewards[scorer.outcome_name].view(wanted, -1)).tolist()
-        fresh.append(scored)
-        passed.append(scored.groups([group for group in range(wanted) if passes[group]]))
-        refused.append(scored.groups([group for group in range(wanted) if not passes[group]]))
-        metrics_by_try.append(metrics | support_metrics)
-    metrics_ = {name: torch.tensor([one[name] for one in metrics_by_try]).mean() for name in metrics_by_try[0]}
-    if group_filter is not None:
-        metrics_ |= {
-            "group/tries": torch.tensor(float(len(fresh))),
-            "group/kept": torch.tensor(_count(passed) / (len(fresh) * wanted)),
-            "group/carried": torch.tensor(len(carried.prompts) / wanted if carried else 0.0),
-        }
-    if (missing := wanted - _count(passed)) > 0:
-        log.warning(
-            "%d of %d groups passed rollout.group_filter after %d tries (rollout.max_tries): filled up with others, "
-            "which have no gradient",
-            wanted - missing,
-            wanted,
-            max_tries,
-        )
-        filling = Scored.concatenate([part for part in refused if len(part.prompts)])
-        passed.append(filling.groups(range(missing)))
-    groups = Scored.concatenate([part for part in passed if len(part.prompts)])
-    surplus = None
-    if len(groups.prompts) > wanted:
-        groups, surplus = groups.groups(range(wanted)), groups.groups(range(wanted, len(groups.prompts)))
-    return Groups(
-        scored=groups,
-        sampled=Scored.concatenate(fresh),
-        surplus=surplus,
-        metrics=metrics_,
-        is_fresh=carried is None,
-    )
-
-
 def _count(parts: Sequence[Scored]) -> int:
     return sum(len(part.prompts) for part in parts)
 
 
 def with_support(
-    policy: Policy, sampled: Sampled, sampling: Sampling, *, microbatch_tokens: int, context: StepContext
+    policy: Policy, sampled: Sampled, sampling: Sampling, context: StepContext
 ) -> tuple[Sampled, dict[str, float]]:
     """Completions of truncated sampling with their `SamplingSupport`, where an engine drew them and does not return it.
 
-    That takes a forward pass of the policy, divided over the processes; its seconds count as ``score``.
-
-    Args:
-        policy: As it was when they were drawn.
-        sampled: The same rows in all processes.
-        sampling: How they were drawn.
-        microbatch_tokens: Most tokens in one forward pass.
-        context: The processes and the clock.
-
-    Returns:
-        The rows with ``support``; and the metric ``sampler/support_miss_rate``, the fraction of the tokens that are
-        not in the policy's own support and were added to it. Where there is nothing to do, the rows as they are, and
-        no metric.
+    That takes a forward pass of the policy, divided over the processes; its seconds count as ``score``. The metric
+    ``sampler/support_miss_rate`` is the fraction of the tokens that are not in the policy's own support and were added
+    to it. Where there is nothing to do, the rows are returned as they are, and no metric.
     """
     is_truncated = sampling.truncated and sampling.temperature > 0
     if not context.sampler.is_engine or not is_truncated or sampled.support is not None:
         return sampled, {}
     ranks = context.ranks
     with context.clock("score"):
-        batches, idle = policy.local_microbatches(sampled, microbatch_tokens, ranks)
+        batches, idle = policy.local_microbatches(sampled, context.microbatch_tokens, ranks)
         found = [(rows, policy.support(sampled[rows], sampling)) for rows in batches]
         found = found[: len(found) - idle]
         local = [(rows.to(_CPU), one.support.to(_CPU), int(one.outside.sum())) for rows, one in found]
@@ -417,7 +315,13 @@ def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
         sizes = support.sizes[support.sizes > 0].float()
         metrics["completion/set_size_mean"] = sizes.mean()
         metrics["completion/set_full_fraction"] = (sizes >= MAX_SUPPORT).float().mean()
-    return metrics | turn_metrics(scored.sampled)
+    if scored.sampled.turns is not None:
+        turns = torch.tensor([len(texts) for texts in scored.sampled.turns], dtype=torch.float)
+        completion_mask = scored.sampled.mask
+        replied = scored.sampled.attention_mask[:, -completion_mask.shape[1] :] & ~completion_mask
+        metrics["episode/turns"], metrics["episode/turns_max"] = turns.mean(), turns.max()
+        metrics["episode/reply_tokens"] = replied.sum(-1).float().mean()
+    return metrics
 
 
 def advantage_metrics(advantages: Tensor) -> dict[str, Tensor]:
@@ -434,3 +338,54 @@ def token_metrics(scored: Scored, ref_logprobs: Tensor, *, has_reference: bool) 
     if has_reference:
         metrics["policy/kl_divergence"] = k3(sampled.logprobs, ref_logprobs)[sampled.mask].mean()
     return metrics
+
+
+def mixed(outcomes: Tensor) -> Tensor:
+    """[P] (bool) the groups whose outcomes differ: in the others every advantage is zero.
+
+    The filter of DAPO's dynamic sampling, arXiv:2503.14476, section 3.2. It sees the outcome reward as its function
+    gave it, never the clipped total: a length bonus would make every group look as if it taught something.
+
+    Args:
+        outcomes: [P, G] NaN where the outcome reward does not apply.
+    """
+    highest = outcomes.nan_to_num(-torch.inf).amax(-1)
+    lowest = outcomes.nan_to_num(torch.inf).amin(-1)
+    return highest > lowest
+
+
+def max_variance(rewards: Tensor, *, size: int) -> Tensor:
+    """The ``size`` completions of each group whose rewards vary most: some of the highest and some of the lowest.
+
+    Max-variance down-sampling of PODS, arXiv:2504.13818, Algorithm 2: of all splits into highest and lowest the best.
+
+    Args:
+        rewards: [P, G]; NaN counts as the group's mean.
+        size: How many are kept, from 2 to G.
+
+    Returns:
+        [P, size] indices into each group, increasing.
+    """
+    group_size = rewards.shape[-1]
+    if not 2 <= size <= group_size:
+        raise ValueError(f"rollout.downsample.size={size}: allowed is 2 to the group's size, {group_size}")
+    known = replace_nan(rewards)
+    order = known.sort(dim=-1, stable=True).indices
+    splits = torch.stack(
+        [torch.cat([order[:, :low], order[:, group_size - (size - low) :]], -1) for low in range(1, size)]
+    )  # [size - 1, P, size]: each has the lowest and the highest
+    variances = known.expand(len(splits), -1, -1).gather(-1, splits).var(-1, correction=0)
+    chosen: Tensor = splits[variances.argmax(0), torch.arange(len(rewards))]
+    return chosen.sort(-1).values
+
+
+def top_entropy_mask(entropy: Tensor, mask: Tensor, *, fraction: float) -> Tensor:
+    """[B, T] (bool) the fraction, in (0, 1], of a rollout's tokens that have the highest entropy [B, T].
+
+    There a completion could have gone another way: arXiv:2506.01939, section 5.
+    """
+    values = entropy[mask]
+    if not len(values):
+        return mask
+    least = values.topk(max(1, round(fraction * len(values)))).values[-1]
+    return mask & (entropy >= least)

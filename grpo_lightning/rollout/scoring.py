@@ -4,20 +4,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from grpo_lightning import reward
-from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec, Score, Scoring, clip_scores, scalar, total
 from grpo_lightning.reward.accuracy import of_environment
 from grpo_lightning.sampler.base import Poll, Sampler
 from grpo_lightning.sampler.native.sampler import NativeSampler
-from grpo_lightning.types import Prompts, Sampled, Sampling, Scored, spans
+from grpo_lightning.types import Clock, Prompts, Sampled, Sampling, Scored, spans
 
 if TYPE_CHECKING:
     from grpo_lightning.environment import Environment, Episodes
@@ -44,36 +43,30 @@ class StepContext:
     """Adds up the seconds of the phases rollout, reward, wait and score."""
     poll: Poll | None = None
     """Called between generated tokens; may raise to abandon the sampling."""
+    microbatch_tokens: int = 16_384
+    """Most tokens in one forward pass that scores."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that divide the work among them."""
     sampler: Sampler = field(default_factory=NativeSampler)
     """Generates the completions."""
 
 
-class TokenLocator(Protocol):
-    """Knows which token of a completion a character of its text belongs to; a policy does."""
-
-    def token_at(self, ids: Sequence[int], end: int) -> int:
-        """As in ``Policy.token_at``."""
-        ...
+TokenAt = Callable[[Sequence[int], int], int]
+"""(token ids, end) -> the token that the character before ``end`` of their text belongs to, as ``Policy.token_at``."""
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Generates completions and scores them; holds settings, never weights.
-
-    Args:
-        rewards: Name -> function and weight.
-        outcome: The reward that decides whether a completion is right, for pass@k and the group counts; None takes
-            ``accuracy`` or, without one, the first reward.
-        threshold: Its least score that counts as right.
-        environment: Environment for multi-turn rollouts, or None for single-turn.
-    """
+    """Generates completions and scores them; holds settings, never weights."""
 
     rewards: Mapping[str, RewardSpec]
+    """Name -> function and weight."""
     outcome: str | None
+    """The reward that decides whether a completion is right; None takes ``accuracy`` or, without one, the first."""
     threshold: float
+    """Its least score that counts as right."""
     environment: "Environment | None" = None
+    """Environment for multi-turn rollouts, or None for single-turn."""
 
     @property
     def outcome_name(self) -> str:
@@ -98,11 +91,7 @@ class Scorer:
         """Generate ``group_size`` completions per prompt and score them; arguments as in `Sampler.generate`.
 
         Every process does so for its share of the prompts and receives the results of all. Rewards with a timeout start
-        on a completion as soon as it has ended.
-
-        Returns:
-            The completions with their rewards; and metrics: for each reward with a timeout the fraction of the
-            completions on which it failed, and the environment's own metrics.
+        on a completion as soon as it has ended. The metrics are the failures of rewards and the environment's own.
         """
         ranks = context.ranks
         shard = ranks.shard_range(len(prompts))
@@ -128,32 +117,29 @@ class Scorer:
                 context.clock.move(episodes.seconds, "rollout", "environment")
                 finished = tuple(own and over for own, over in zip(sampled.finished, episodes.over, strict=True))
                 sampled = replace(sampled, finished=finished)
-            scored, metrics = self._score(policy, local, sampled, scoring, episodes, context)
+            scored, metrics = self._score(policy.token_at, local, sampled, scoring, episodes, context)
             return scored.to(_CPU) if ranks.size > 1 else scored, metrics, sampled.mask.device
 
         parts = ranks.all_or_raise(work, waiting=context.clock("wait"))
         return _concatenate([(scored, metrics) for scored, metrics, _ in parts], parts[ranks.rank][2])
 
     def score(
-        self, locator: TokenLocator, prompts: Prompts, sampled: Sampled, *, context: StepContext
+        self, token_at: TokenAt, prompts: Prompts, sampled: Sampled, *, context: StepContext
     ) -> tuple[Scored, dict[str, float]]:
-        """Score completions that were sampled before; every process scores its share of the prompts.
+        """Score completions that were sampled before, as `generate_and_score` does.
 
         Args:
-            locator: Finds the tokens where steps end; a policy does.
+            token_at: Finds the tokens where steps end.
             prompts: [P]
             sampled: [B] their completions, the same in all processes.
             context: The processes and the clock.
-
-        Returns:
-            As `generate_and_score` does.
         """
         ranks, group_size = context.ranks, len(sampled) // len(prompts)
 
         def work() -> tuple[Scored, dict[str, float]]:
             shard = ranks.shard_range(len(prompts))
             rows = torch.arange(shard.start * group_size, shard.stop * group_size, device=sampled.mask.device)
-            scored, metrics = self._score(locator, prompts[shard], sampled[rows], None, None, context)
+            scored, metrics = self._score(token_at, prompts[shard], sampled[rows], None, None, context)
             return scored.to(_CPU) if ranks.size > 1 else scored, metrics
 
         return _concatenate(ranks.all_or_raise(work, waiting=context.clock("wait")), sampled.mask.device)
@@ -179,7 +165,7 @@ class Scorer:
 
     def _score(
         self,
-        locator: TokenLocator,
+        token_at: TokenAt,
         prompts: Prompts,
         sampled: Sampled,
         scoring: Scoring | None,
@@ -191,53 +177,55 @@ class Scorer:
                 episodes.check()
             if scoring is None:
                 group_size = len(sampled) // len(prompts)
-                scoring = self._scoring(prompts, group_size, context, reward_columns(sampled, episodes))
-            ids = last_turn_ids(sampled)
+                scoring = self._scoring(prompts, group_size, context, _turn_columns(sampled, episodes))
+            turns = turn_spans(sampled)
+            completions = sampled.ids[:, -sampled.mask.shape[1] :].tolist()
+            ids = [row[slice(*spans[-1])] for row, spans in zip(completions, turns, strict=True)]  # of the last turn
             scores = scoring.finish(sampled.texts, ids)
-            values = scores.values
+            values = {name: list(given) for name, given in scores.values.items()}
             if episodes is not None and self.environment is not None:
-                values = without_failed(values, self.rewards, episodes.failed, self.environment.failed_score)
+                for row, problem in enumerate(episodes.failed):
+                    for name in values if problem is not None else ():  # no other reward applies
+                        own = _is_of_environment(self.rewards[name])
+                        values[name][row] = self.environment.failed_score if own else None
             clipped = clip_scores(self.rewards, values)
             raw = {name: [scalar(value) for value in given] for name, given in values.items()}
             raw["total"] = total(self.rewards, clipped)
             rewards = {name: _tensor(given) for name, given in raw.items()}
+            steps = torch.full(tuple(sampled.mask.shape), torch.nan)
+            for name, given in clipped.items():
+                by_turn = episodes.scores if episodes and _is_of_environment(self.rewards[name]) else None
+                for row, value in enumerate(given):
+                    turn_scores = None if by_turn is None else by_turn[row]
+                    for token, score in _placed(value, ids[row], turns[row], token_at, turn_scores):
+                        steps[row, token] = steps[row, token].nan_to_num(0.0) + self.rewards[name].factor * score
             scored = Scored(
                 prompts,
                 sampled,
                 rewards,
                 right=rewards[self.outcome_name] >= self.threshold,
                 scores=torch.stack([_tensor([scalar(v) for v in given]) for given in clipped.values()], -1),
-                steps=self._step_rewards(locator, clipped, ids, sampled, episodes),
+                steps=steps,
             )
         metrics = {f"failure/{name}": fraction for name, fraction in scores.failed.items()}
         return scored, metrics | ({} if episodes is None else episodes.metrics)
 
-    def _step_rewards(
-        self,
-        locator: TokenLocator,
-        scores: Mapping[str, Sequence[Score]],
-        ids: Sequence[Sequence[int]],
-        sampled: Sampled,
-        episodes: "Episodes | None",
-    ) -> Tensor:
-        """[B, T] weighted scores at the token where each step ends, NaN elsewhere."""
-        steps = torch.full(tuple(sampled.mask.shape), torch.nan)
-        ends_by_row = turn_ends(sampled)
-        for name, values in scores.items():
-            reward = self.rewards[name]
-            by_turn = None if episodes is None or not is_of_environment(reward) else episodes.scores
-            for row, value in enumerate(values):
-                ends, start = ends_by_row[row], ends_by_row[row][-1] + 1 - len(ids[row])
-                placed: list[tuple[int, float]] = []
-                if by_turn is not None:
-                    placed = [(ends[turn], score) for turn, score in scores_by_turn(by_turn[row], value)]
-                elif isinstance(value, tuple):
-                    placed = [(start + locator.token_at(ids[row], end), score) for end, score in value]
-                elif value is not None:
-                    placed = [(ends[-1], value)]
-                for token, score in placed:
-                    steps[row, token] = steps[row, token].nan_to_num(0.0) + reward.factor * score
-        return steps
+
+def _placed(
+    value: Score,
+    ids: Sequence[int],
+    turns: Sequence[tuple[int, int]],
+    token_at: TokenAt,
+    turn_scores: Sequence[tuple[int, float]] | None,
+) -> list[tuple[int, float]]:
+    """The score of a completion, of steps in the text of its last turn, or of its turns, as (token, score) pairs."""
+    if value is None:
+        return []
+    if isinstance(value, tuple):
+        return [(turns[-1][0] + token_at(ids, end), score) for end, score in value]
+    if turn_scores and value == of_environment([turn_scores])[0]:  # else clipping has changed the sum
+        return [(turns[number][1] - 1, score) for number, score in turn_scores]
+    return [(turns[-1][1] - 1, value)]
 
 
 def _concatenate(
@@ -264,12 +252,7 @@ def _per_row(values: Sequence[Any], group_size: int) -> list[Any]:
 def check_columns(
     rewards: Mapping[str, RewardSpec], environment: "Environment | None", column_names: Collection[str]
 ) -> None:
-    """Check that every reward and the environment can be called with these columns of the data.
-
-    Raises:
-        RewardError: See `grpo_lightning.reward.check_columns`.
-        EpisodeError: See `grpo_lightning.environment.check_columns`; or a column has the name of one of `COLUMNS`.
-    """
+    """Check that every reward and the environment can be called with these columns of the data."""
     if environment is None:
         reward.check_columns(rewards, column_names)
         return
@@ -284,7 +267,7 @@ def check_columns(
     reward.check_columns(rewards, [*column_names, *COLUMNS])
 
 
-def reward_columns(sampled: Sampled, episodes: "Episodes | None") -> dict[str, Sequence[Any]]:
+def _turn_columns(sampled: Sampled, episodes: "Episodes | None") -> dict[str, Sequence[Any]]:
     """`COLUMNS` by name, [B] each; recorded completions have no scores of turns, single-turn ones no columns."""
     if sampled.turns is None or sampled.replies is None:
         return {}
@@ -296,72 +279,13 @@ def reward_columns(sampled: Sampled, episodes: "Episodes | None") -> dict[str, S
     return columns if episodes is None else {**columns, "turn_scores": episodes.scores}
 
 
-def without_failed(
-    values: Mapping[str, Sequence[Score]],
-    rewards: Mapping[str, RewardSpec],
-    failed: Sequence[str | None],
-    score: float | None,
-) -> dict[str, list[Score]]:
-    """Scores in which no reward applies to episodes whose environment has failed.
-
-    Args:
-        values: Name -> [B] of each reward.
-        rewards: The rewards.
-        failed: [B] what failed, or None.
-        score: The environment's own reward of a failed episode; None: it does not apply either.
-    """
-    return {
-        name: [
-            value if problem is None else (score if is_of_environment(rewards[name]) else None)
-            for value, problem in zip(column, failed, strict=True)
-        ]
-        for name, column in values.items()
-    }
-
-
-def is_of_environment(reward: RewardSpec) -> bool:
+def _is_of_environment(reward: RewardSpec) -> bool:
     """Whether a reward is the environment's own."""
     function: Callable[..., Any] = reward.function
     return (function.func if isinstance(function, partial) else function) is of_environment
 
 
-def scores_by_turn(scores: Sequence[tuple[int, float]], value: Score) -> Sequence[tuple[int, float]]:
-    """The environment's reward of one episode as (number of the turn, score) pairs.
-
-    Args:
-        scores: The pairs that the environment gave.
-        value: What enters the total: their sum; or what clipping left of it, which belongs to the last turn, -1.
-    """
-    if not isinstance(value, float):
-        return ()
-    return scores if scores and value == of_environment([scores])[0] else ((-1, value),)
-
-
-def turn_ends(sampled: Sampled) -> list[list[int]]:
-    """[B] the last token of every turn; of a completion of one turn its last token, -1 where it has none."""
-    ends = [[end - 1 for _, end in turns] for turns in spans(sampled.mask)]
-    return [own or [-1] for own in ends] if sampled.turns is not None else [own[-1:] or [-1] for own in ends]
-
-
-def last_turn_ids(sampled: Sampled) -> list[list[int]]:
-    """[B] the token ids of the model's last turn, whose text is in ``texts``."""
-    completions = sampled.ids[:, -sampled.mask.shape[1] :].tolist()
-    starts = [turns[-1][0] if turns and sampled.turns is not None else 0 for turns in spans(sampled.mask)]
-    masks = sampled.mask.tolist()
-    return [
-        [token for token, counts in zip(ids[start:], mask[start:], strict=True) if counts]
-        for ids, mask, start in zip(completions, masks, starts, strict=True)
-    ]
-
-
-def turn_metrics(sampled: Sampled) -> dict[str, Tensor]:
-    """Metrics of multi-turn completions; none of single-turn ones."""
-    if sampled.turns is None:
-        return {}
-    turns = torch.tensor([len(texts) for texts in sampled.turns], dtype=torch.float)
-    replied = sampled.attention_mask[:, -sampled.mask.shape[1] :] & ~sampled.mask
-    return {
-        "episode/turns": turns.mean(),
-        "episode/turns_max": turns.max(),
-        "episode/reply_tokens": replied.sum(-1).float().mean(),
-    }
+def turn_spans(sampled: Sampled) -> list[list[tuple[int, int]]]:
+    """[B] the first token of every turn, and its end; single-turn completions have one, which may be empty."""
+    turns = [row or [(0, 0)] for row in spans(sampled.mask)]
+    return turns if sampled.turns is not None else [[(0, row[-1][1])] for row in turns]

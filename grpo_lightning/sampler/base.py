@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import Ranks
-from grpo_lightning.types import Prompt, Sampled, Sampling, SamplingSupport, spans
+from grpo_lightning.types import Clock, Prompt, Sampled, Sampling, SamplingSupport, spans
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.base import Policy

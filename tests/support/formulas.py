@@ -1,12 +1,10 @@
 """The published formulas in NumPy float64, written out row by row and token by token: what the fast code must equal.
 
 B = P·G rows (prompt-major), T tokens; `mask` [B, T] bool, True = counts; `log_ratio` = logπ − logπ_old [B, T];
-`advantages` [B, T]; `rewards` [P, G], NaN = does not apply. Nothing is clamped for safety: keep log-ratios below 20.
+`advantages` [B, T]; `rewards` [P, G]. Nothing is clamped for safety: keep log-ratios below 20.
 """
 
-import itertools
 import math
-from fractions import Fraction
 
 import numpy as np
 
@@ -122,56 +120,6 @@ def reinforce(log_ratio, advantages, mask):
     return _each(lambda x, a, i, t: a * x, log_ratio, advantages)
 
 
-# Weights: mask -> [B, T]; the objective is the sum of weights times terms
-
-
-def completion_mean(mask):
-    """1/(B·len_i): DeepSeekMath, 2402.03300, Eq. 3. A row without tokens still counts in B."""
-    return np.array([[bool(m) / (len(mask) * max(int(row.sum()), 1)) for m in row] for row in mask])
-
-
-def token_mean(mask):
-    """1/tokens: DAPO, 2503.14476, Eq. 8, with the tokens of the whole step, as many as `mask` has."""
-    tokens = sum(bool(m) for row in mask for m in row)
-    return np.array([[bool(m) / tokens for m in row] for row in mask])
-
-
-def constant(mask, *, length):
-    """1/(B·L): Dr. GRPO, 2503.20783, Listing 1 (the displayed objective has no L)."""
-    return np.array([[bool(m) / (len(mask) * length) for m in row] for row in mask])
-
-
-def completion_sum(mask):
-    """1/B on every token: with `gspo`, (len_i/B)·row value, LUSPO, 2602.05261; with `reinforce`, RLOO's Σ_t logπ."""
-    return np.array([[bool(m) / len(mask) for m in row] for row in mask])
-
-
-# KL to the reference per token, d = log(π/π_ref): Schulman 2020, joschu.net/blog/kl-approx.html
-
-
-def k1(logprobs, ref_logprobs):
-    """d. Schulman 2020."""
-    return logprobs - ref_logprobs
-
-
-def k2(logprobs, ref_logprobs):
-    """d²/2. Schulman 2020."""
-    return (logprobs - ref_logprobs) ** 2 / 2
-
-
-def k3(logprobs, ref_logprobs):
-    """π_ref/π − log(π_ref/π) − 1. Schulman 2020; DeepSeekMath, 2402.03300, Eq. 4."""
-    return np.exp(ref_logprobs - logprobs) - (ref_logprobs - logprobs) - 1
-
-
-def k3_weighted(logprobs, ref_logprobs, log_ratio):
-    """(π/π_old)·k3, the gradient through both factors: DeepSeek-V3.2, 2512.02556, unbiased KL estimate."""
-    return np.exp(log_ratio) * k3(logprobs, ref_logprobs)
-
-
-# Advantages: rewards [P, G] -> [P, G]. A NaN is left out of every statistic and gets 0
-
-
 def _stats(values, correction):
     """Mean and standard deviation (divisor n − correction) of the values; std 0 if they are equal or one alone."""
     values = [float(v) for v in values if not math.isnan(v)]
@@ -181,102 +129,6 @@ def _stats(values, correction):
         return values[0], 0.0
     mean = math.fsum(values) / len(values)
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - correction))
-
-
-def _zero(values):
-    return np.where(np.isnan(values), 0.0, values)
-
-
-def standardized(rewards, *, eps, correction):
-    """(R − mean)/(std + eps) in the group: DeepSeekMath, 2402.03300, §4.1.2 (no eps, divisor not given there)."""
-    out = np.zeros(rewards.shape)
-    for p, group in enumerate(rewards):
-        mean, std = _stats(group, correction)
-        out[p] = [0.0 if math.isnan(r) or std == 0 else (r - mean) / (std + eps) for r in group]
-    return out
-
-
-def centered(rewards):
-    """R − mean of the group: Dr. GRPO, 2503.20783."""
-    return _zero(np.array([[r - _stats(group, 0)[0] for r in group] for group in rewards]))
-
-
-def leave_one_out(rewards):
-    """R − mean of the others of the group: RLOO, 2402.14740."""
-    out = np.zeros(rewards.shape)
-    for p, group in enumerate(rewards):
-        for g, r in enumerate(group):
-            others = [o for j, o in enumerate(group) if j != g and not math.isnan(o)]
-            out[p, g] = 0.0 if math.isnan(r) or not others else r - _stats(others, 0)[0]
-    return out
-
-
-def batch_standardized(rewards, *, eps, correction):
-    """(R − group mean)/(std + eps), std of the *centred* rewards of the batch, one per completion.
-
-    REINFORCE++ with baseline, 2501.03262; ms-swift `advantage_estimator=reinforce_plus_plus`. Its own systems take the
-    statistics over tokens: `batch_standardized_tokens`.
-    """
-    _, std = _stats(np.where(np.isnan(rewards), np.nan, centered(rewards)).flatten(), correction)
-    return centered(rewards) / (std + eps) if std else np.zeros(rewards.shape)
-
-
-def batch_standardized_raw(rewards, *, eps, correction):
-    """(R − group mean)/(std + eps), std of the *raw* rewards of the batch: TRL `scale_rewards="batch"` (2508.08221)."""
-    _, std = _stats(rewards.flatten(), correction)
-    return centered(rewards) / (std + eps) if std else np.zeros(rewards.shape)
-
-
-def batch_standardized_tokens(rewards, mask, *, eps, correction):
-    """REINFORCE++ with baseline, 2501.03262, statistics over the tokens of the batch, so the mean is not 0.
-
-    (A − mean)/(std + eps) with A = R − group mean on each token: verl, OpenRLHF and NeMo-RL, up to the place of eps.
-    """
-    per_row = np.where(np.isnan(rewards), np.nan, centered(rewards)).flatten()
-    mean, std = _stats([a for a, row in zip(per_row, mask) for m in row if m], correction)
-    return _zero((per_row - mean) / (std + eps)).reshape(rewards.shape) if std else np.zeros(rewards.shape)
-
-
-def per_reward(terms, weights, *, eps, correction, batch_normalized):
-    """GDPO, 2601.05242: each of terms [K, P, G] standardized in its group, weighted, summed.
-
-    `batch_normalized`: then (A − mean)/(std + eps) over the batch, the paper's last step (TRL, verl and NeMo-RL too).
-    """
-    total = sum(w * standardized(term, eps=eps, correction=correction) for w, term in zip(weights, terms))
-    total = np.where(np.isnan(terms).all(axis=0), np.nan, total)
-    if batch_normalized:
-        mean, std = _stats(total.flatten(), correction)
-        total = (total - mean) / (std + eps) if std else total * 0
-    return _zero(total)
-
-
-def process(steps, num_tokens, *, eps, correction):
-    """Token advantages [P, G, T] of steps[p][g] = [(end token, score), …]: DeepSeekMath, 2402.03300, §4.1.3.
-
-    All scores of the group are standardized together; A_t = Σ of those whose step ends at t or later.
-    """
-    out = np.zeros((len(steps), len(steps[0]), num_tokens))
-    for p, group in enumerate(steps):
-        mean, std = _stats([score for completion in group for _, score in completion], correction)
-        for g, completion in enumerate(group):
-            for t in range(num_tokens):
-                later = [(score - mean) / (std + eps) for end, score in completion if end >= t and std > 0]
-                out[p, g, t] = sum(later)
-    return out
-
-
-def max_variance(rewards, n):
-    """Indices of the n rewards with the largest variance, all subsets tried, exactly; of equals, the first.
-
-    PODS, 2504.13818, max-variance down-sampling. Its advantages use mean and std of the *kept* rewards.
-    """
-
-    def variance(subset):
-        values = [Fraction(float(rewards[j])) for j in subset]
-        mean = sum(values) / n
-        return sum((v - mean) ** 2 for v in values)
-
-    return np.array(max(itertools.combinations(range(len(rewards)), n), key=variance))
 
 
 # The papers' objectives, each from its displayed equation: a scalar, maximised. E over prompts is the mean over P
@@ -319,25 +171,21 @@ def paper_dr_grpo(logprobs, old_logprobs, ref_logprobs, rewards, mask, *, epsilo
     return total / length / len(rewards)
 
 
-def _token_mean(rewards, mask, term, advantage, per_group):
-    """Σ_i Σ_t term / Σ_i |o_i| over the batch; `per_group`: in each group, then the mean over prompts."""
-    sums, counts = [], []
+def _token_mean(rewards, mask, term, advantage):
+    """Σ_i Σ_t term / Σ_i |o_i| over the batch."""
+    values = []
     for group, rows in _groups(rewards, mask):
-        values = [term(a, i, t) for a, (i, tokens) in zip(advantage(group), rows) for t in tokens]
-        sums.append(math.fsum(values))
-        counts.append(len(values))
-    return sum(s / c for s, c in zip(sums, counts)) / len(sums) if per_group else sum(sums) / sum(counts)
+        values += [term(a, i, t) for a, (i, tokens) in zip(advantage(group), rows) for t in tokens]
+    return math.fsum(values) / len(values)
 
 
-def paper_dapo(
-    logprobs, old_logprobs, ref_logprobs, rewards, mask, *, epsilon_low, epsilon_high, eps, correction, per_group=False
-):
-    """DAPO, 2503.14476, Eq. 8. `per_group` reads 1/Σ|o_i| as printed, inside E over prompts; its code does not."""
+def paper_dapo(logprobs, old_logprobs, ref_logprobs, rewards, mask, *, epsilon_low, epsilon_high, eps, correction):
+    """DAPO, 2503.14476, Eq. 8, with 1/Σ|o_i| over the batch as in its code; printed is that of a group."""
 
     def term(a, i, t):
         return _ppo(math.exp(logprobs[i, t] - old_logprobs[i, t]), a, epsilon_low, epsilon_high)
 
-    return _token_mean(rewards, mask, term, lambda group: _z(group, eps, correction), per_group)
+    return _token_mean(rewards, mask, term, lambda group: _z(group, eps, correction))
 
 
 def paper_gspo(logprobs, old_logprobs, ref_logprobs, rewards, mask, *, epsilon_low, epsilon_high, eps, correction):
@@ -350,32 +198,17 @@ def paper_gspo(logprobs, old_logprobs, ref_logprobs, rewards, mask, *, epsilon_l
     return total / len(rewards)
 
 
-def paper_response_ratio(
-    logprobs, old_logprobs, ref_logprobs, rewards, mask, *, epsilon_low, epsilon_high, eps, correction
-):
-    """PPO, 1707.06347, Eq. 7, with a response as one action: 1/G Σ_i min(RÂ, clip(R)Â), R = π(y)/π_old(y)."""
-    total = 0.0
-    for group, rows in _groups(rewards, mask):
-        for a, (i, tokens) in zip(_z(group, eps, correction), rows):
-            likelihood, old = (math.prod(math.exp(x[i, t]) for t in tokens) for x in (logprobs, old_logprobs))
-            total += _ppo(likelihood / old, a, epsilon_low, epsilon_high) / len(group)
-    return total / len(rewards)
-
-
-def paper_cispo(
-    logprobs, old_logprobs, ref_logprobs, rewards, mask, *, ratio_max, eps, correction, held=None, per_group=False
-):
+def paper_cispo(logprobs, old_logprobs, ref_logprobs, rewards, mask, *, ratio_max, eps, correction, held=None):
     """CISPO, MiniMax-M1, 2506.13585, Eq. 4 and 5: sg(r̂)·Â·logπ over the tokens.
 
-    `held`: log-probabilities at which sg(r̂) is taken, default `logprobs`; fix them to differentiate. `per_group` as in
-    `paper_dapo`.
+    `held`: log-probabilities at which sg(r̂) is taken, default `logprobs`; fix them to differentiate.
     """
     held = logprobs if held is None else held
 
     def term(a, i, t):
         return min(math.exp(held[i, t] - old_logprobs[i, t]), ratio_max) * a * logprobs[i, t]
 
-    return _token_mean(rewards, mask, term, lambda group: _z(group, eps, correction), per_group)
+    return _token_mean(rewards, mask, term, lambda group: _z(group, eps, correction))
 
 
 def paper_rloo(logprobs, old_logprobs, ref_logprobs, rewards, mask, *, kl_coef):
@@ -421,17 +254,14 @@ def paper_gmpo(logprobs, old_logprobs, ref_logprobs, rewards, mask, *, epsilon_l
     return total / len(rewards)
 
 
-def paper_reinforce_pp(
-    logprobs, old_logprobs, ref_logprobs, rewards, mask, *, epsilon, kl_coef, eps, correction, over_tokens
-):
+def paper_reinforce_pp(logprobs, old_logprobs, ref_logprobs, rewards, mask, *, epsilon, kl_coef, eps, correction):
     """REINFORCE++ with baseline, 2501.03262: R − group mean, normalised over the batch, PPO clip, k2 as loss term.
 
-    `over_tokens`: mean and std count each row once per token (Â_{q,o_t} as printed; all its systems), else once.
+    Mean and std count each row once; printed is Â_{q,o_t}, which counts it once per token.
     """
     rows = [row for _, group in _groups(rewards, mask) for row in group]
     raw = [r - sum(group) / len(group) for group in rewards.tolist() for r in group]
-    pool = [a for a, (_, tokens) in zip(raw, rows) for _ in (tokens if over_tokens else range(1))]
-    mean, std = _stats(pool, correction)
+    mean, std = _stats(raw, correction)
     values = []
     for a, (i, tokens) in zip(raw, rows):
         scaled = (a - mean) / (std + eps) if std else 0.0

@@ -1,15 +1,14 @@
-"""Samplers that are not the policy, staged: one for whole runs, and one whose expectations can be enumerated."""
+"""Samplers that are not the policy: a rollout of ragged rows, and one for whole runs."""
 
-import copy
-import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from grpo_lightning.loss import Correction, PolicyLoss, constant, k3, reinforce
+from grpo_lightning.policy import Policy
 from grpo_lightning.rollout import Collector
 from grpo_lightning.types import Rollout, Scored
+from tests.support.running import small_module
 
 NOISE = 0.4
 """The most, in nats, by which the log-probabilities of `Disturbed` are wrong."""
@@ -26,71 +25,26 @@ class Disturbed(Collector):
         return replace(rollout, old_logprobs=rollout.old_logprobs + wrong * rollout.mask)
 
 
-VOCABULARY, LENGTH, WIDTH = 4, 5, 8
-COMPLETIONS = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
-"""[V^T, T] all that can be sampled."""
-OFFSET = 24.0
-"""Of all logits, as real models have them: probabilities do not see it, and between 16 and 32 numbers in bf16 are 0.125
-apart."""
+def ragged(dtype: torch.dtype, noise: float) -> "tuple[Policy, Rollout]":
+    """A policy and a rollout of ragged lengths, by a sampler and a reference that are off by ``noise`` nats or so.
 
-
-class Recurrent(nn.Module):
-    """A language model of four tokens."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        sizes = {"token": (WIDTH, VOCABULARY), "before": (WIDTH, WIDTH), "head": (VOCABULARY, WIDTH)}
-        for name, size in sizes.items():
-            setattr(self, name, nn.Parameter(torch.randn(size, generator=generator) / size[1] ** 0.5 * 1.5))
-
-    def forward(self) -> Tensor:
-        """Log-probabilities [V^T, T] of the tokens of every completion, in the weights' arithmetic up to the logits.
-
-        The softmax over these is computed in float64, so that the probabilities of all completions add up to 1.
-        """
-        token = self.token.new_zeros(len(COMPLETIONS), VOCABULARY)
-        hidden, taken = self.token.new_zeros(len(COMPLETIONS), WIDTH), []
-        for chosen in COMPLETIONS.T:
-            hidden = torch.tanh(token @ self.token.T + hidden @ self.before.T)
-            logits = hidden @ self.head.T + OFFSET
-            taken.append(logits.double().log_softmax(-1).gather(-1, chosen[:, None]))
-            token = nn.functional.one_hot(chosen, VOCABULARY).to(token.dtype)
-        return torch.cat(taken, -1)
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A float32 policy, a sampler of the same weights in bf16, and a reward of every completion."""
-
-    policy: Recurrent
-    sampler: Tensor
-    """[V^T, T] log mu."""
-    advantages: Tensor
-    """[V^T] the rewards less their mean under the sampler."""
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, seed: int) -> "Staged":
-        policy = Recurrent(seed)
-        sampler = copy.deepcopy(policy).bfloat16()()
-        rewards = torch.randn(len(COMPLETIONS), generator=torch.Generator().manual_seed(seed)).double()
-        return cls(policy, sampler, rewards - (sampler.sum(-1).exp() * rewards).sum())
-
-    def mean(self, drawn_by: Tensor, correction: Correction | None) -> Tensor:
-        """[number of weights] the mean gradient, exactly, of the loss of a completion with log-probs [V^T, T]."""
-        mask = torch.ones(COMPLETIONS.shape, dtype=torch.bool)
-        loss = PolicyLoss(reinforce, k3, lambda m: constant(m, length=LENGTH) * len(m), 0.0, 0.0, correction)
-        logprobs = self.policy()
-        rows = Rollout(
-            ids=torch.cat([torch.zeros(len(COMPLETIONS), 1, dtype=torch.long), COMPLETIONS], 1),
-            attention_mask=torch.ones(len(COMPLETIONS), LENGTH + 1, dtype=torch.bool),
-            mask=mask,
-            old_logprobs=logprobs.detach(),
-            ref_logprobs=torch.zeros_like(logprobs),
-            advantages=self.advantages[:, None].expand(-1, LENGTH),
-        )
-        factor = loss.correct(logprobs.detach() - drawn_by, mask, on_policy=True)
-        probabilities = drawn_by.sum(-1, keepdim=True).exp()  # [V^T, T] -> [V^T, 1]
-        value, _ = loss(logprobs, None, rows, probabilities * loss.weights(mask) * factor)
-        return torch.cat([part.flatten() for part in torch.autograd.grad(value, list(self.policy.parameters()))])
+    Two of the eight rows have no advantage.
+    """
+    policy = small_module("loss.kl_coef=0").policy.to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    lengths, prompts, length, width = [1, 7, 3, 5, 2, 6, 4, 7], [3, 5, 2, 4, 5, 1, 4, 3], 7, 5
+    mask = torch.arange(length) < torch.tensor(lengths)[:, None]
+    advantages = torch.randn(8, 1, generator=generator).to(dtype)
+    advantages[2] = advantages[6] = 0.0
+    rows = Rollout(
+        ids=torch.randint(5, 90, (8, width + length), generator=generator),
+        attention_mask=torch.cat([torch.arange(width) >= width - torch.tensor(prompts)[:, None], mask], 1),
+        mask=mask,
+        old_logprobs=torch.zeros(8, length, dtype=dtype),
+        ref_logprobs=torch.zeros(8, length, dtype=dtype),
+        advantages=advantages * mask,
+    )
+    with torch.no_grad():
+        logprobs = policy.logprobs(rows, temperature=1.0).to(dtype)
+    wrong = noise * torch.randn(2, 8, length, generator=generator).to(dtype) * mask
+    return policy, replace(rows, old_logprobs=logprobs + wrong[0], ref_logprobs=logprobs + wrong[1])

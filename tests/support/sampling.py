@@ -38,6 +38,9 @@ class OfPolicy(Sampler):
     def generate(self, policy, prompts, *, responder=None, **arguments):
         return policy.sample(prompts, **arguments)
 
+    def sample(self, policy, request):
+        raise NotImplementedError
+
 
 def context(**given):
     return StepContext(sampler=OfPolicy(), **given)

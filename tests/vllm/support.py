@@ -2,11 +2,10 @@
 
 import torch
 
-from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS
 from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler.vllm.colocated import VLLM
-from grpo_lightning.types import Sampling
+from grpo_lightning.types import Clock, Sampling
 from tests.support.episodes import FakeResponder, chatty
 
 TINY = "pkg://grpo_lightning/policy/tiny"

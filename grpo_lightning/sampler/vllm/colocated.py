@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_lightning.clock import Clock
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import GiB
 from grpo_lightning.sampler.base import GenerationRequest
 from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, Request, request_parameters
+from grpo_lightning.types import Clock
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.base import Policy

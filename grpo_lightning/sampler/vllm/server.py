@@ -21,11 +21,11 @@ import httpx2
 import torch
 from safetensors.torch import save_file
 
-from grpo_lightning.clock import Clock
 from grpo_lightning.console import REDACTED
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.sampler.base import GenerationRequest
 from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, Request, request_parameters
+from grpo_lightning.types import Clock
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.base import Policy
