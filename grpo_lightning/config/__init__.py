@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from grpo_lightning.config.consistency import consistency_problems
-from grpo_lightning.config.rules import scheduled_values, value_problems
+from grpo_lightning.config.rules import value_problems
 from grpo_lightning.config.settings import each_target, format_override, quote_value, unknown_key, value_at
 from grpo_lightning.config.targets import argument_problems, target_problems, trusted_packages
 from grpo_lightning.console import redact, single_line
@@ -31,9 +31,6 @@ TOP = (
 """Keys at the top of the settings."""
 _SANDBOXED = ("grpo_lightning.reward.code.code", "grpo_lightning.environment.python.Python")
 _JUDGE = "grpo_lightning.reward.judge.ChatJudge"
-_SMALL_GROUP = 4
-"""Groups with fewer completions are warned about: at a success rate of .18, 70 % of groups of 2 are all wrong or all
-right, 45 % of groups of 4 and 20 % of groups of 8."""
 
 
 class ConfigError(ValueError):
@@ -153,19 +150,16 @@ def _updates(config: Mapping[str, Any]) -> tuple[int, int]:
 
 def config_warnings(config: Mapping[str, Any]) -> list[str]:
     """Warnings about settings that work and are probably not meant."""
-    warnings: list[str] = []
-    if "rollout" not in config.get("module", {}):
-        return warnings
-    sizes = [size for _, size in scheduled_values("rollout.group_size", value_at(config, "rollout.group_size"))]
-    if any(isinstance(size, int) and size < _SMALL_GROUP for size in sizes):
+    size, correction = value_at(config, "rollout.group_size"), str(value_at(config, "correction._target_"))
+    warnings = []
+    if "rollout" in config["module"] and isinstance(size, int) and size < 4:
         warnings.append(
-            f"rollout.group_size={min(sizes)}: the mean of so few completions is a noisy baseline, and most groups are "
-            f"all right or all wrong; {_SMALL_GROUP} or more compare better, 8 to 16 are usual"
+            f"rollout.group_size={size}: the mean of so few completions is a noisy baseline, and most groups are all "
+            "right or all wrong; 4 or more compare better, 8 to 16 are usual"
         )
-    kind = str(value_at(config, "correction._target_")).rpartition(".")[2]
-    if kind.endswith("_truncation") and _updates(config)[1] > 1:
+    if correction.endswith("_truncation") and _updates(config)[1] > 1:
         warnings.append(
-            f"correction={kind} has no effect with several optimizer steps per rollout, where the ratio of the loss is "
-            "to the sampler already; a mask has, and so has one step: module.ppo_epochs=1 module.minibatch_size=null"
+            f"{correction} has no effect with several optimizer steps per rollout, where the ratio of the loss is to "
+            "the sampler already; a mask has, and so has one step: module.ppo_epochs=1 module.minibatch_size=null"
         )
     return warnings

@@ -36,12 +36,19 @@ def uses_fsdp(trainer: Mapping[str, Any]) -> bool:
     return "FullySharded" in str(value_at(trainer, "strategy._target_"))
 
 
-def _lengths(get: Reader) -> Iterator[str]:
+def _sizes(get: Reader) -> Iterator[str]:
     prompts, warmup, steps = get("data.prompts_per_step"), get("schedule.warmup_steps"), get("steps")
-    if prompts > (size := get("data").get("train_size", prompts)):
-        yield f"data.prompts_per_step={prompts} is more than the training prompts, data.train_size={size}"
+    group, kept, size = get("rollout.group_size"), get("rollout.downsample"), get("module").get("minibatch_size")
+    if prompts > (rows := get("data").get("train_size", prompts)):
+        yield f"data.prompts_per_step={prompts} is more than the training prompts, data.train_size={rows}"
     if warmup > steps > 0:
         yield f"schedule.warmup_steps={warmup} is more than the steps of the run, steps={steps}"
+    key = "rollout.downsample.size" if kept and "size" in kept else "rollout.group_size"
+    if get(key) > group:
+        yield f"rollout.downsample.size={get(key)} is more than rollout.group_size={group}"
+    if size is not None and prompts * get(key) % get("module.minibatch_size"):
+        completions = prompts * get(key)
+        yield f"module.minibatch_size={size} does not divide data.prompts_per_step x {key} = {completions}"
 
 
 def _validation(get: Reader) -> Iterator[str]:
@@ -77,20 +84,6 @@ def _rewards(get: Reader) -> Iterator[str]:
                 f"reward.{name}: this reward is not chosen; choose {format_override('reward', [*chosen, name])}, or "
                 f"begin your own file for it with 'defaults: [base@{name}]'"
             )
-
-
-def _minibatch_size(get: Reader) -> Iterator[str]:
-    size, downsample = get("module.minibatch_size"), get("rollout.downsample")
-    key = "rollout.downsample.size" if downsample and "size" in downsample else "rollout.group_size"
-    completions = get("data.prompts_per_step") * get(key)
-    if size is not None and completions % size:
-        yield f"module.minibatch_size={size} does not divide data.prompts_per_step x {key} = {completions}"
-
-
-def _downsample(get: Reader) -> Iterator[str]:
-    size, group = get("rollout.downsample.size"), get("rollout.group_size")
-    if size > group:
-        yield f"rollout.downsample.size={size} is more than rollout.group_size={group}"
 
 
 def _rollouts(get: Reader) -> Iterator[str]:
@@ -185,35 +178,19 @@ _VLLM_ARGUMENTS = (
 """Further arguments of vLLM that settings may hold: none names code, and none changes which tokens are sampled."""
 
 
-def missing_vllm() -> str | None:
-    """What to do where vLLM is not installed; None where it is."""
-    if find_spec("vllm") is not None:
-        return None
-    install = "pip install -r requirements-vllm.txt"
-    return f"sampler=vllm: vLLM is not installed; use sampler=own, or an environment of its own with: {install}"
-
-
-def engine_problems(engine: Any) -> list[str]:
-    """What is wrong with ``sampler.engine``, further arguments of vLLM, by key."""
-    if not isinstance(engine, Mapping):
-        return [f"sampler.engine={engine}: must be a mapping, such as {{max_num_seqs: 256}}"]
-    allowed = f"must be one of {', '.join(_VLLM_ARGUMENTS)}; the keys of rollout decide what is sampled"
-    return [f"sampler.engine.{key}={value}: {allowed}" for key, value in engine.items() if key not in _VLLM_ARGUMENTS]
-
-
 def _vllm(get: Reader) -> Iterator[str]:
     sampler = _VLLM.get(str(get("sampler._target_")))
     if sampler is None:
         return
-    if sampler == "sampler=vllm" and get("mode") != "export" and (problem := missing_vllm()):
-        yield problem
-    yield from engine_problems(get("sampler").get("engine") or {})
-    for key in ("rollout.kv_cache_gib", "validation.kv_cache_gib"):
-        if (size := get(key)) is not None:
-            instead = "sampler.kv_cache_gib" if sampler == "sampler=vllm" else "the server's own settings"
-            yield f"{key}={size} does not work with {sampler}, which has a cache of its own; use {instead}"
-    if (share := get("rollout.top_entropy")) != 1:
-        yield f"rollout.top_entropy={share} does not work with {sampler}, which does not tell a token's entropy"
+    if sampler == "sampler=vllm" and get("mode") != "export" and find_spec("vllm") is None:
+        install = "pip install -r requirements-vllm.txt"
+        yield f"sampler=vllm: vLLM is not installed; use sampler=own, or an environment of its own with: {install}"
+    for key in (get("sampler").get("engine") or {}).keys() - {*_VLLM_ARGUMENTS}:
+        allowed = f"must be one of {', '.join(_VLLM_ARGUMENTS)}; the keys of rollout decide what is sampled"
+        yield f"sampler.engine.{key}: {allowed}"
+    for key, usual in (("rollout.kv_cache_gib", None), ("validation.kv_cache_gib", None), ("rollout.top_entropy", 1)):
+        if (value := get(key)) != usual:
+            yield f"{key}={value} does not work with {sampler}"
     if get("policy._target_") == "grpo_lightning.policy.generic.GenericPolicy":
         yield f"policy=plain does not work with {sampler}; use a policy of transformers"
     elif (bits := get("policy").get("quantization")) is not None:
@@ -235,9 +212,6 @@ _TRAINER_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "num_sanity_val_steps": ((-1, 0), "-1 validates before the first step, 0 does not"),
     "accumulate_grad_batches": ((1,), "module.microbatch_tokens=N divides a step's work, and never changes results"),
     "gradient_clip_val": ((None,), "module.max_grad_norm=X clips gradients"),
-    "enable_checkpointing": ((True,), "~callbacks.checkpoint leaves checkpoints out"),
-    "reload_dataloaders_every_n_epochs": ((1,), "prompts are loaded anew after every validation"),
-    "use_distributed_sampler": ((False,), "all processes read the same prompts and divide them later"),
 }
 """Option of Lightning's Trainer that would end or thin a run -> allowed values, and what to use instead."""
 
@@ -261,6 +235,6 @@ def _written(value: Any) -> str:
 
 
 _RULES: tuple[Callable[[Reader], Iterator[str]], ...] = (
-    *(_validation, _rewards, _weights, _minibatch_size, _reference, _rollouts),
-    *(_downsample, _delta, _fsdp, _vllm, _environment, _trainer, _lengths, _recorded),
+    *(_validation, _rewards, _weights, _sizes, _reference, _rollouts, _delta, _fsdp, _vllm, _environment, _trainer),
+    _recorded,
 )
