@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hydra import initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -84,6 +86,10 @@ def main() -> None:
         sys.exit(redact(_explain_unread(unread)))
     if asked.config_dir:
         sys.path.append(str(Path(asked.config_dir).absolute()))  # and beside a recipe
+    if not asked.multirun:
+        options = [word for word in sys.argv[1:] if word not in asked.overrides]
+        asked.overrides = _continued(asked.overrides)
+        sys.argv[1:] = [*options, *asked.overrides]
     status = 1
     try:
         with signals.exiting():  # until a run listens itself, a signal has nothing to save
@@ -112,6 +118,17 @@ def _explain_unread(unread: Sequence[str]) -> str:
     if options := [word for word in unread if word.startswith("-")]:
         return f"{single_line(options[0])}: settings are written KEY=VALUE, without dashes; {command_name()} --help"
     return f"{single_line(unread[0])}: options such as -m must stand before all overrides, or behind them"
+
+
+def _continued(overrides: list[str]) -> list[str]:
+    """The overrides, and with checkpoint=last those of the run in the directory that they name."""
+    named = [word for word in overrides if word.startswith("hydra.run.dir=")]
+    if not named or "checkpoint=last" not in overrides:
+        return overrides
+    with suppress(HydraException):  # which Hydra explains
+        directory = OverridesParser.create().parse_override(named[-1]).value()
+        return continued_overrides(overrides, Path(str(directory)))
+    return overrides
 
 
 def _take_directory(cfg: DictConfig) -> None:
@@ -200,7 +217,7 @@ def _run_job(_: DictConfig) -> float:
     words: Any = OmegaConf.to_container(hydra_config.overrides, resolve=False)
     named = [word for word in words["hydra"] if word.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
     is_named = any(word not in _taken for word in named)
-    overrides = words["task"] if is_sweep or not is_named else continued_overrides(words["task"], directory)
+    overrides = words["task"]
     gc.collect()  # what an earlier job of a sweep has left on the device
     try:
         with explaining(overrides):

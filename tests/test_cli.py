@@ -156,7 +156,7 @@ def test_a_sweep_says_what_its_jobs_share_only_once_and_leaves_a_directory_per_j
     done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stderr.splitlines()
-    assert len([line for line in lines if line.startswith("policy.hidden_size: 16")]) == 1
+    assert len([line for line in lines if line.startswith("changed: policy.hidden_size=16")]) == 1
     second = lines[lines.index(f"directory: {tmp_path}/algorithm=dapo") :]
     assert any(line.startswith("pass@1 ") for line in second)
     assert len([line for line in lines if line.startswith("pass@1 ")]) == 2
@@ -209,10 +209,10 @@ def test_the_command_line_answers():
 
 @pytest.mark.slow
 def test_runs_of_one_second_have_directories_of_their_own_and_odd_names_are_taken(tmp_path):
-    (tmp_path / "2024").write_text("\n".join(f'{{"prompt": "Säge {n}", "answer": "x"}}' for n in range(30)))
+    (tmp_path / "größe.jsonl").write_text("\n".join(f'{{"prompt": "Säge {n}", "answer": "x"}}' for n in range(30)))
     words = [sys.executable, str(ROOT / "train.py"), *SMALL[:11], "steps=0", "logger=false", "data=jsonl"]
     words = [word for word in words if not word.startswith("data.train_size")]
-    more = ["data.path=2024", "reward=[format]", "+trainer.profiler=simple", "task_name=Größe"]
+    more = ["data.path=größe.jsonl", "reward=[format]", "+trainer.profiler=simple", "task_name=Größe"]
     started = [subprocess.Popen([*words, *more], cwd=tmp_path, env=ENVIRONMENT) for _ in range(2)]
     assert [process.wait(300) for process in started] == [0, 0]
     assert len(list((tmp_path / "runs").glob("*/*/summary.json"))) == 2

@@ -112,7 +112,7 @@ def test_a_script_finds_the_modules_beside_it(tmp_path):
 
 AS_BEFORE = """
 import builtins, os, subprocess, sys
-import datasets, hydra, torch, transformers
+import datasets, hydra, lightning.pytorch, torch.utils.tensorboard, transformers
 
 
 def state():
