@@ -249,7 +249,7 @@ def _run_job(_: DictConfig) -> float:
             choices=choices,
             directory_given=is_named or before is not None,
             multirun=is_sweep,
-            on_start=lambda place: write_settings(cfg, overrides, place, hydra=hydra_config),
+            on_start=lambda place: write_settings(cfg, overrides, place),
         )
         return run.execute()
     except Exception as error:

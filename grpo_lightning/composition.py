@@ -178,7 +178,7 @@ def continued_overrides(words: Sequence[str], directory: Path) -> list[str]:
         return word.lstrip("+~").partition("=")[0]
 
     typed = {key(word) for word in words}
-    recorded = [word for word in _run_overrides(directory) if _still_holds(word, words)]
+    recorded = _run_overrides(directory, words)
     added = {key(word) for word in recorded if word.startswith("+")}
     words = [word for word in words if not (word.startswith("~") and key(word) in added)]
     return [*(word for word in recorded if key(word) not in typed), *words]
@@ -395,22 +395,12 @@ def experiment_note(name: str | None) -> list[str]:
     return wrap(f"experiment: {text}") if text else []
 
 
-def write_settings(
-    cfg: DictConfig, overrides: Sequence[str], directory: Path, *, hydra: DictConfig | None = None
-) -> None:
-    """Write the settings as composed, the overrides, and Hydra's own settings where Hydra does, without secrets."""
+def write_settings(cfg: DictConfig, overrides: Sequence[str], directory: Path) -> None:
+    """Write the settings as composed, and the overrides, where Hydra does, without secrets."""
     place = directory / ".hydra"
     place.mkdir(parents=True, exist_ok=True)
-    pages: dict[str, Any] = {"config": redact_config(raw(cfg)), "overrides": redact_overrides(overrides)}
-    if hydra is not None:
-        own = raw(hydra)
-        own["overrides"].update({name: redact_overrides(own["overrides"][name]) for name in ("hydra", "task")})
-        pages["hydra"] = redact_config({"hydra": own})
-    for name, page in pages.items():
+    for name, page in (("config", redact_config(raw(cfg))), ("overrides", redact_overrides(overrides))):
         write_atomic(place / f"{name}.yaml", OmegaConf.to_yaml(OmegaConf.create(page)))
-
-
-_NOT_REPLAYED = ("callbacks", "logger", "trainer")
 
 
 def load_run_config(
@@ -430,8 +420,8 @@ def load_run_config(
         ConfigError: The settings cannot work.
         ValueError: The directory does not say how its run was set.
     """
-    recorded = [word for word in _run_overrides(directory) if not word.startswith(_NOT_REPLAYED)]
-    words = [*(word for word in recorded if _still_holds(word, overrides)), *overrides]
+    recorded = [w for w in _run_overrides(directory, overrides) if not w.startswith(("callbacks", "logger", "trainer"))]
+    words = [*recorded, *overrides]
     with composing(words):
         cfg, _ = compose_config(words)
         config = {name: _select(cfg, name, throw_on_missing=True) for name in (*parts, "trusted")}
@@ -447,19 +437,19 @@ def load_run_config(
     return config, build
 
 
-def _still_holds(word: str, overrides: Sequence[str]) -> bool:
-    """Whether an override of the run applies beside new ones: a part that is chosen anew begins afresh."""
-    if REDACTED in word or word.startswith(("sweep", "mode=", "checkpoint=")):
-        return False
-    key = word.lstrip("+~").partition("=")[0].split(".")
-    for part, _, choice in (override.partition("=") for override in overrides):
-        if len(key) > 1 and key[0] in (("loss", "advantage") if part == "algorithm" else (part,)):
-            return part == "reward" and key[1] in re.findall(r"\w+", choice)
-    return True
-
-
-def _run_overrides(directory: Path) -> list[str]:
+def _run_overrides(directory: Path, words: Sequence[str]) -> list[str]:
+    """The overrides of the run in a directory that apply beside new ones: a part that is chosen anew begins afresh."""
     file = directory / ".hydra" / "overrides.yaml"
     if not file.exists():
         raise ValueError(f"{directory} has no .hydra/overrides.yaml, which says how its run was set")
-    return [str(word) for word in OmegaConf.load(file)]
+
+    def still_holds(word: str) -> bool:
+        if REDACTED in word or word.startswith(("sweep", "mode=", "checkpoint=")):
+            return False
+        key = word.lstrip("+~").partition("=")[0].split(".")
+        for part, _, choice in (override.partition("=") for override in words):
+            if len(key) > 1 and key[0] in (("loss", "advantage") if part == "algorithm" else (part,)):
+                return part == "reward" and key[1] in re.findall(r"\w+", choice)
+        return True
+
+    return [word for word in map(str, OmegaConf.load(file)) if still_holds(word)]

@@ -42,7 +42,7 @@ KINDS = {
 }
 """Taken in turn."""
 REQUIRED = (
-    *(".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "checkpoints/best.ckpt"),
+    *(".hydra/config.yaml", ".hydra/overrides.yaml", "checkpoints/best.ckpt"),
     *("checkpoints/last.ckpt", "export/README.md", "export/chat_template.jinja", "export/config.json"),
     *("export/generation_config.json", "export/model.safetensors", "export/tokenizer.json"),
     *("export/tokenizer_config.json", "health.json", "rollouts/000001.jsonl.gz", "summary.json"),

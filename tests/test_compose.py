@@ -28,7 +28,6 @@ from grpo_lightning.reward import RewardSpec
 from tests.support.checkpoints import write_checkpoint
 from tests.support.composed import CONF, ROOT, build
 from tests.support.running import letters, same, weights
-from tests.support.sampling import generate
 
 SMALL = ("steps=2", "data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=8", "trainer=cpu")
 ROWS = [{"prompt": f"Spell {word}", "answer": word} for word in ("sun", "moon", "star", "tree", "lake", "wind")]
@@ -285,38 +284,6 @@ def test_a_plain_module_learns_from_prompts_of_token_ids(tmp_path):
     written = Model()
     written.load_state_dict(torch.load(tmp_path / "fit" / "export" / "model.pt", weights_only=True))
     assert torch.equal(written.head.weight, model.head.weight)
-
-
-def test_a_plain_module_is_scored_as_it_was_sampled():
-    """Prompts of several lengths, completions that end early: the recomputed log-probabilities are the sampler's."""
-
-    class Text:
-        eos_token_id, pad_token_id = 15, 0
-
-        def encode(self, text):
-            return [1 + ord(letter) % 13 for letter in text]
-
-        def decode(self, ids):
-            return "".join(chr(96 + number) for number in ids)
-
-    policy = GenericPolicy(Model(), Text())
-    sampling = grpo.Sampling(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=12)
-    sampled = generate(policy, ["abc", "a", "abcdef", [3, 4]], group_size=6, sampling=sampling, seed=1)
-    lengths = sampled.mask.sum(-1)
-    assert lengths.min() < lengths.max() == 12
-    logprobs, entropy = policy.logprobs_and_entropy(sampled, temperature=0.7, entropy=True)
-    assert (logprobs - sampled.logprobs).abs().max() < 1e-5
-    assert (entropy - sampled.entropy).abs().max() < 1e-5
-    # by hand, for one row: the whole row through the model, without padding
-    row = 7
-    ids = sampled.ids[row][sampled.attention_mask[row]]
-    count = int(lengths[row])
-    alone = (policy.model(ids[None])[0] / 0.7).log_softmax(-1)[:-1]
-    expected = alone.gather(-1, ids[1:, None]).squeeze(-1)[-count:]
-    torch.testing.assert_close(logprobs[row, :count], expected)
-    assert all("o" not in text for text in sampled.texts)  # the end of sequence, 15, is no text
-    again = generate(policy, ["abcdef"], group_size=6, sampling=sampling, seed=1, first_prompt=2)
-    assert again.texts == sampled.texts[12:18]  # whatever is sampled beside it
 
 
 def test_a_plain_module_may_have_a_tokenizer_of_transformers_and_a_reference(checkpoint, tmp_path):

@@ -96,20 +96,6 @@ def test_a_launcher_a_search_in_a_database_and_completion_are_hydras(tmp_path):
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE"]
 
 
-def test_a_script_finds_the_modules_beside_it(tmp_path):
-    write(tmp_path / "folder" / "helpers" / "__init__.py", "from helpers.words import count\n")
-    write(tmp_path / "folder" / "helpers" / "words.py", "def count(text):\n    return len(text.split())\n")
-    script = (
-        "import grpo_lightning as grpo\nfrom helpers import count\n\n\n"
-        "def words(completions, **columns):\n    return [float(count(text)) for text in completions]\n\n\n"
-        f"if __name__ == '__main__':\n    run = grpo.compose(*{FAST!r}, reward=words, run_dir='run')\n"
-        "    print(run.fit().metrics['reward/words'])\n"
-    )
-    write(tmp_path / "folder" / "script.py", script)
-    done = run([sys.executable, "folder/script.py"], tmp_path, PYTHONPATH=str(ROOT))
-    assert float(done.stdout.split()[-1]) > 0
-
-
 AS_BEFORE = """
 import builtins, os, subprocess, sys
 import datasets, hydra, lightning.pytorch, torch.utils.tensorboard, transformers

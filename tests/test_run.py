@@ -227,18 +227,3 @@ def test_a_new_run_removes_no_foreign_logs(tmp_path):
     assert {path: path.read_bytes() for path in before} == before
     steps = [step for step, _ in scalars(logs)["reward/total"]]
     assert sorted(steps) == [1, 2]  # files of the same second are read in any order
-
-
-@pytest.mark.slow
-def test_checkpoints_are_those_that_the_callbacks_keep(tmp_path):
-    keeper = f"+callbacks.a={{_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: {tmp_path}/2/a}}"
-    for number, (words, found) in enumerate(
-        (
-            ([], {"checkpoints/last.ckpt", "checkpoints/best.ckpt"}),
-            (["~callbacks.checkpoint"], set()),
-            (["~callbacks.checkpoint", keeper], {"a/epoch=0-step=1.ckpt"}),
-        )
-    ):
-        run = tmp_path / str(number)
-        grpo.compose(*SMALL, "steps=1", *words, run_dir=run).fit()
-        assert {str(path.relative_to(run)) for path in run.rglob("*.ckpt")} == found

@@ -11,8 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_lightning import sweep
-from grpo_lightning.config import check_config
-from tests.support.composed import CONF, ROOT, composed
+from tests.support.composed import ROOT
 from tests.support.running import SMALL
 
 FAST = (*SMALL[:11], "trainer=cpu", "steps=4", "logger=csv", "validation.every=2", "callbacks.checkpoint.every=1")
@@ -159,14 +158,6 @@ def test_a_job_is_known_by_its_directory_and_its_overrides(tmp_path):
     for error in ("a=1 is too large", "another"):
         sweep.write_failure(tmp_path / "2", ["a=1"], error)
     assert summary(tmp_path / "2")["error"] == "a=1 is too large"
-
-
-@pytest.mark.slow
-def test_the_sweeps_of_conf_have_jobs_that_work():
-    params = OmegaConf.load(CONF / "sweep" / "lr.yaml").hydra.sweeper.params
-    found = sweep.job_overrides(config(params=dict(params)))
-    assert len(found) == 5
-    check_config(composed("sweep=lr", *found[-1]))
 
 
 def test_directories_of_jobs_are_named_by_what_differs():
