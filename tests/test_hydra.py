@@ -103,19 +103,20 @@ import datasets, hydra, lightning.pytorch, torch.utils.tensorboard, transformers
 
 def state():
     path = [place for place in sys.path if place not in ("", os.getcwd())]
-    found = [subprocess.Popen.__init__, builtins.__import__, list(sys.meta_path), path, os.environ["PATH"], torch.load]
-    tops = ("transformers", "datasets", "hydra", "pyarrow")
-    for name in sorted(name for name in known if name.partition(".")[0] in tops):
-        found += [value for value in vars(sys.modules[name]).values() if callable(value)]
+    found = {"Popen": subprocess.Popen.__init__, "import": builtins.__import__, "finders": list(sys.meta_path)}
+    found |= {"path": path, "PATH": os.environ["PATH"], "load": torch.load}
+    for name in known:
+        found |= {f"{name}.{key}": value for key, value in vars(sys.modules[name]).items() if callable(value)}
     return found
 
 
-known = list(sys.modules)
+known = [name for name in sys.modules if name.partition(".")[0] in ("transformers", "datasets", "hydra", "pyarrow")]
 before = state()
 import grpo_lightning as grpo
 
 grpo.compose(*sys.argv[1:], run_dir="run").fit()
-changed = [value for value, after in zip(before, state(), strict=True) if value is not after and value != after]
+after = state()
+changed = [key for key in before if before[key] is not after.get(key) and before[key] != after.get(key)]
 assert not changed, changed[:20]
 print(len(before), "looked at")
 """
