@@ -185,9 +185,9 @@ def _vllm(get: Reader) -> Iterator[str]:
     if sampler == "sampler=vllm" and get("mode") != "export" and find_spec("vllm") is None:
         install = "pip install -r requirements-vllm.txt"
         yield f"sampler=vllm: vLLM is not installed; use sampler=own, or an environment of its own with: {install}"
-    for key in (get("sampler").get("engine") or {}).keys() - {*_VLLM_ARGUMENTS}:
-        allowed = f"must be one of {', '.join(_VLLM_ARGUMENTS)}; the keys of rollout decide what is sampled"
-        yield f"sampler.engine.{key}: {allowed}"
+    allowed = f"must be one of {', '.join(_VLLM_ARGUMENTS)}; the keys of rollout decide what is sampled"
+    engine = get("sampler").get("engine") or {}
+    yield from (f"sampler.engine.{k}={v}: {allowed}" for k, v in engine.items() if k not in _VLLM_ARGUMENTS)
     for key, usual in (("rollout.kv_cache_gib", None), ("validation.kv_cache_gib", None), ("rollout.top_entropy", 1)):
         if (value := get(key)) != usual:
             yield f"{key}={value} does not work with {sampler}"
