@@ -181,7 +181,7 @@ def test_settings_that_an_engine_cannot_follow(monkeypatch):
 
 
 def test_without_vllm_one_sentence_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("grpo_lightning.config.consistency.find_spec", lambda _: None)
+    monkeypatch.setattr("grpo_lightning.config.rules.find_spec", lambda _: None)
     (sentence,) = problems("sampler=vllm")
     assert "vLLM is not installed" in sentence
     assert "pip install -r requirements-vllm.txt" in sentence

@@ -48,7 +48,7 @@ def test_every_command_composes(tmp_path, monkeypatch):
     (tmp_path / "my_tools.py").write_text("def weather(city: str) -> dict:\n    return {}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("grpo_lightning.config.consistency.find_spec", lambda name: name)  # as if it were installed
+    monkeypatch.setattr("grpo_lightning.config.rules.find_spec", lambda name: name)  # as if it were installed
     wrong = {}
     for words in sorted({tuple(arguments(command)) for command in COMMANDS}):
         try:

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger
 
 from grpo_lightning import recording
 from grpo_lightning.checkpoint.io import read
-from grpo_lightning.config.consistency import uses_fsdp
+from grpo_lightning.config.rules import uses_fsdp
 from grpo_lightning.config.settings import command_words, config_path_words, leaves, quote_value
 from grpo_lightning.console import redact_overrides
 from grpo_lightning.distributed.strategies import trainer_shards

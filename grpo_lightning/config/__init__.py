@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from grpo_lightning.config.consistency import consistency_problems
-from grpo_lightning.config.rules import value_problems
+from grpo_lightning.config.rules import consistency_problems, value_problems
 from grpo_lightning.config.settings import each_target, format_override, quote_value, unknown_key, value_at
 from grpo_lightning.config.targets import argument_problems, target_problems, trusted_packages
 from grpo_lightning.console import redact, single_line

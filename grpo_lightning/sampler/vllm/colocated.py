@@ -54,7 +54,7 @@ class VLLM(EngineSampler):
         kv_cache_gib: GiB of keys and values, in place of what that share leaves; null on a CPU: `CPU_CACHE_GIB`.
         enforce_eager: Whether it starts without compilation and CUDA graphs.
         sleep: Whether it gives a GPU's memory back while the policy trains.
-        engine: Further arguments of ``vllm.LLM``, those that `config.consistency.engine_problems` allows.
+        engine: Further arguments of ``vllm.LLM``, those that `config.rules.engine_problems` allows.
     """
 
     key = "sampler=vllm"
