@@ -443,13 +443,15 @@ def _run_overrides(directory: Path, words: Sequence[str]) -> list[str]:
     if not file.exists():
         raise ValueError(f"{directory} has no .hydra/overrides.yaml, which says how its run was set")
 
+    recorded = [str(word) for word in OmegaConf.load(file)]
+
     def still_holds(word: str) -> bool:
         if REDACTED in word or word.startswith(("sweep", "mode=", "checkpoint=")):
             return False
         key = word.lstrip("+~").partition("=")[0].split(".")
-        for part, _, choice in (override.partition("=") for override in words):
+        for part, _, choice in (override.partition("=") for override in words if override not in recorded):
             if len(key) > 1 and key[0] in (("loss", "advantage") if part == "algorithm" else (part,)):
                 return part == "reward" and key[1] in re.findall(r"\w+", choice)
         return True
 
-    return [word for word in map(str, OmegaConf.load(file)) if still_holds(word)]
+    return [word for word in recorded if still_holds(word)]

@@ -76,6 +76,8 @@ def test_a_continued_run_keeps_its_overrides_and_those_of_the_command_are_change
     assert continued_overrides(["checkpoint=last"], tmp_path / "none") == ["checkpoint=last"]
     more = ["checkpoint=last", "steps=4", "~callbacks.stop", "algorithm=dapo"]  # whose loss begins afresh
     assert continued_overrides(more, tmp_path) == ["seed=3", "checkpoint=last", "steps=4", "algorithm=dapo"]
+    same = ["checkpoint=last", "algorithm=dr_grpo", "steps=2"]
+    assert continued_overrides(same, tmp_path) == [*words[1:4], *same]
     run = grpo.compose("checkpoint=last", "~callbacks.stop", run_dir=tmp_path)
     assert (run.config["seed"], run.config["loss"]["entropy_coef"]) == (3, 0.01)
     assert run.config["loss"]["weights"]["_target_"] == "grpo_lightning.loss.constant"
