@@ -187,7 +187,7 @@ def test_no_process_outlives_the_first_one(tmp_path):
     with (tmp_path / "log").open("w") as log:
         first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
     wait_for(lambda: "step 10/" in (tmp_path / "log").read_text(), first)
-    assert len(running(mark)) == 3  # what was started, its own process for the run, and the one of Lightning
+    assert len(running(mark)) == 2  # what was started, and the one of Lightning
     first.kill()
     first.wait()
     wait_for(lambda: not running(mark))
