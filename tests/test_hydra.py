@@ -98,7 +98,10 @@ def test_a_launcher_a_search_in_a_database_and_completion_are_hydras(tmp_path):
 
 AS_BEFORE = """
 import builtins, os, subprocess, sys
-import datasets, hydra, lightning.pytorch, torch.utils.tensorboard, transformers
+import torch.utils.tensorboard
+import datasets, hydra, lightning.pytorch, pyarrow.parquet, torch, transformers
+import transformers.models.llama.modeling_llama, transformers.models.auto.modeling_auto, hydra._internal.hydra
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 
 def state():
