@@ -17,7 +17,7 @@ OPTIONS = {
     "plain": {},
     "temperature": {"temperature": 0.7},
     "truncated": {"temperature": 1.2, "top_p": 0.9, "top_k": 50, "min_p": 0.01},
-    "stop": {"stop": ("th", "q")},
+    "stop": {"stop": ("a", "th"), "top_k": 300},
     "greedy": {"temperature": 0.0},
     "multi_turn": {"top_p": 0.9},
 }

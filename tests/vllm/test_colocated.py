@@ -18,11 +18,6 @@ def policy():
     return tiny()
 
 
-def completions(sampled):
-    length = sampled.mask.shape[1]
-    return [row[mask].tolist() for row, mask in zip(sampled.ids[:, -length:], sampled.mask)]
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 def test_log_probabilities_are_of_the_distribution_that_is_trained(vllm, policy, temperature):
     found = sample(vllm, policy, temperature=temperature)
@@ -76,42 +71,23 @@ def test_stop_strings_end_a_completion_with_the_token_that_completes_them(vllm, 
     assert gap(policy, cut, 1.3) < 1e-3
 
 
-def test_completions_are_told_as_they_end_and_a_rollout_can_be_left(vllm, policy):
-    told, polls = {}, []
-
-    class Left(Exception):
-        pass
+def test_a_rollout_can_be_left(vllm, policy):
+    found, polls = sample(vllm, policy), []
 
     def poll():
         polls.append(1)
         if len(polls) == 5:
-            raise Left
+            raise KeyboardInterrupt
 
-    with ready(vllm, policy):
-        found = vllm.generate(
-            policy,
-            PROMPTS,
-            group_size=4,
-            sampling=sampling(),
-            seed=3,
-            on_finished=lambda *one: told.update({one[0]: one[1:]}),
-        )
-    assert told == {row: (found.texts[row], ids) for row, ids in enumerate(completions(found)) if found.finished[row]}
-    with pytest.raises(Left), ready(vllm, policy):
+    with pytest.raises(KeyboardInterrupt), ready(vllm, policy):
         vllm.generate(policy, PROMPTS, group_size=4, sampling=sampling(), seed=3, poll=poll)
     assert sample(vllm, policy).texts == found.texts  # nothing of it is left in the engine
 
 
 def test_an_adapter_is_merged(vllm):
     policy = tiny(adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
-    assert gap(policy, sample(vllm, policy)) < 1e-3
-    before = sample(vllm, policy).texts
     disturb(policy, scale=0.2)
-    after = sample(vllm, policy)
-    assert gap(policy, after) < 1e-3
-    assert after.texts != before
-    with policy.model.disable_adapter():
-        assert gap(policy, after) > 0.05
+    assert gap(policy, sample(vllm, policy)) < 1e-3
 
 
 def test_every_turn_is_drawn_from_the_distribution_that_is_trained(vllm, policy):
