@@ -183,6 +183,8 @@ def _check_composition(asked: argparse.Namespace) -> DictConfig:
     is_sweep = cfg.hydra.mode == RunMode.MULTIRUN
     used, unused = ("hydra.sweep.dir", "hydra.run.dir") if is_sweep else ("hydra.run.dir", "hydra.sweep.dir")
     wrong = _hydra_target_problems(cfg)
+    if is_sweep:
+        wrong += sweep.objective_problems(asked.overrides, str(cfg.sweep_metric))
     for key, _, value in (word.lstrip("+").partition("=") for word in asked.overrides):
         if key == unused:
             mode = "with -m" if is_sweep else "without -m"

@@ -7,9 +7,10 @@ on from their checkpoints, and the rest runs.
 import json
 import math
 import os
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,16 @@ def job_overrides(config: DictConfig) -> list[list[str]] | None:
     except (HydraException, ValueError):
         return None  # such as glob(*), of which only Hydra knows the choices
     return [redact_overrides(filter_overrides(job)) for job in batch]
+
+
+def objective_problems(overrides: Sequence[str], metric: str) -> Iterator[str]:
+    """What a sweep may not vary if it goes by ``metric``: totals of other rewards or weights are no better or worse."""
+    for override in OverridesParser.create().parse_overrides([*overrides]) if metric.endswith("reward/total") else ():
+        key = override.key_or_group
+        if override.is_sweep_override() and (
+            key == "reward" or re.match(r"reward\.[^.]+\.(weight|clip|function)", key)
+        ):
+            yield f"{override.input_line}: {metric} changes with it; use sweep_metric=val/pass@1 or reward/NAME"
 
 
 def find_job(directory: Path, overrides: Sequence[str]) -> "RunRecord | None":

@@ -8,7 +8,7 @@ from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo_lightning.checkpoint import lock
-from grpo_lightning.report import compare, curve, estimate, find_runs, parse_overrides, student_t
+from grpo_lightning.report import Estimate, compare, curve, estimate, find_runs, parse_overrides, student_t
 from grpo_lightning.report.__main__ import main
 
 METRIC = "val/pass@1"
@@ -62,6 +62,49 @@ def test_intervals_are_students():
     assert estimate([4.0]).low is None
 
 
+def test_intervals_of_rates_stay_within_their_bounds(tmp_path):
+    """Wilson: at both ends (mean - p)² = t² · p (1 - p) / N, and s² = mean (1 - mean) n / N."""
+    for values in ([0.9, 1.0, 1.0], [0.0, 0.02], [0.80, 0.70, 0.84]):
+        result = estimate(values, is_rate=True)
+        n, mean, variance = len(values), sum(values) / len(values), stats.tvar(values)
+        trials = mean * (1 - mean) * n / variance
+        for p in (result.low, result.high):
+            assert 0 <= p <= 1
+            assert (mean - p) ** 2 == pytest.approx(stats.t.ppf(0.975, n - 1) ** 2 * p * (1 - p) / trials, rel=1e-4)
+        assert result.low < result.mean < result.high
+    assert estimate([0.9, 1.0, 1.0]).high > 1
+    assert estimate([1.0, 1.0], is_rate=True) == Estimate(2, 1.0, 1.0, 1.0)
+    for seed, value in enumerate([0.9, 1.0, 1.0]):
+        write_run(tmp_path / str(seed), [f"seed={seed}"], [0.5, value], steps=(0, 10))
+    [line] = compare(find_runs(tmp_path), curves=True).lines[METRIC]
+    assert line.last == line.curve[10] == estimate([0.9, 1.0, 1.0], is_rate=True)
+
+
+@pytest.mark.parametrize("composed", [False, True])
+def test_totals_of_other_weights_name_no_best(tmp_path, capsys, composed):
+    for weight, seed in ((0.1, 0), (0.1, 1), (1.0, 0), (1.0, 1)):
+        place = tmp_path / f"{weight}_{seed}"
+        metrics = {METRIC: 0.5 + weight / 10, "reward/total": 1 + weight, "reward/format": 0.9 - weight / 2}
+        write_run(place, [f"reward.format.weight={weight}", f"seed={seed}"], [], kind="none", metrics=metrics)
+        if composed:
+            (place / ".hydra").mkdir()
+            rewards = {"format": {"weight": weight, "function": {"_target_": "f"}}}
+            (place / ".hydra" / "config.yaml").write_text(json.dumps({"reward": rewards}))
+    comparison = compare(find_runs(tmp_path))
+    best = {metric: [line.label for line in lines if line.best] for metric, lines in comparison.lines.items()}
+    low, high = "reward.format.weight=0.1", "reward.format.weight=1.0"
+    assert best == {METRIC: [high], "reward/total": [], "reward/format": [low]}
+    text = printed(capsys, tmp_path, "--metric", "reward/total")
+    assert "reward/total names no best" in text
+    assert "*" not in text.replace("**", "")
+
+
+def test_lines_that_are_equal_name_no_best(tmp_path):
+    for rate in ("1e-4", "2e-4"):
+        write_run(tmp_path / rate, [f"optimizer.lr={rate}"], [0.2, 0.4], steps=(0, 10))
+    assert not any(line.best for line in compare(find_runs(tmp_path)).lines[METRIC])
+
+
 def test_lines_agree_with_scipy(sweep):
     comparison = compare(find_runs(sweep), at=[10], baseline="reward.format.weight=0.0")
     assert list(comparison.keys) == ["reward.format.weight"]
@@ -70,9 +113,8 @@ def test_lines_agree_with_scipy(sweep):
     for line in lines:
         curves = list(CURVES[line.settings["reward.format.weight"]].values())
         last = [values[-1] for values in curves]
-        bounds = stats.t.interval(0.95, 2, loc=sum(last) / 3, scale=stats.sem(last))
         assert (line.last.n, line.last.mean) == (3, pytest.approx(sum(last) / 3, rel=1e-9))
-        assert (line.last.low, line.last.high) == pytest.approx(bounds, rel=1e-5)
+        assert line.last == estimate(last, is_rate=True)
         assert line.first == pytest.approx(0.2)
         assert line.mean == pytest.approx(sum(map(sum, curves)) / 9)
         assert line.highest == max(map(max, curves))
@@ -101,9 +143,9 @@ def test_a_sweep_is_printed_as_markdown_or_json(sweep, capsys):
     lines = printed(capsys, sweep, "--baseline", "reward.format.weight=0.0", "--at", "10", "12").splitlines()
     assert lines[0] == "**val/pass@1 by reward.format.weight**"
     # (0.80 + 0.70 + 0.84) / 3; at 10 (0.6 + 0.7 + 0.5) / 3
-    assert lines[5] == "| 0.1                  | 3 | .200 → .780 * | [.601, .959] | .527 | .840    | .600  | -     |"
+    assert lines[5] == "| 0.1                  | 3 | .200 → .780 * | [.566, .906] | .527 | .840    | .600  | -     |"
     assert ["|", "0.1", "|", "3", "|", "+0.2300", "|", "[-.050,", ".510]", "|"] in map(str.split, lines)
-    assert lines[-1] == "* best val/pass@1: reward.format.weight=0.1 with .780 [.601, .959]"
+    assert lines[-1] == "* best val/pass@1: reward.format.weight=0.1 with .780 [.566, .906]"
     data = json.loads(printed(capsys, sweep, "--format", "json"))
     assert data["by"] == ["reward.format.weight"]
     assert data["lines"][1]["last"]["mean"] == pytest.approx(0.78)
@@ -191,7 +233,7 @@ def test_texts_of_runs_are_printed_harmlessly_and_without_secrets(tmp_path, caps
 def test_curves_are_drawn_with_a_band(sweep, tmp_path):
     value = compare(find_runs(sweep), curves=True).lines[METRIC][0].curve[10]
     assert value.mean == pytest.approx(0.4)  # (0.4 + 0.5 + 0.3) / 3
-    assert value.high == pytest.approx(stats.t.interval(0.95, 2, 0.4, stats.sem([0.4, 0.5, 0.3]))[1])
+    assert value == estimate([0.4, 0.5, 0.3], is_rate=True)
     main([str(sweep), "--metric", METRIC, "reward/total", "--plot", str(tmp_path / "new" / "curve.png")])
     write_run(sweep / "9", ["reward.format.weight=$\\frac1$"], [0.1, 0.2, 0.3])  # is no formula
     main([str(sweep), "--metric", METRIC, "--plot", str(tmp_path / "curve.svg")])

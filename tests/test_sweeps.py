@@ -175,3 +175,13 @@ def test_directories_of_jobs_are_named_by_what_differs():
     assert named("seed=0,1", "algorithm=dapo", "steps=3") == [excluded]
     for no_name in ("policy.path=a/b,a/c", "+reward.judge.api_key=one,two", "seed=0"):
         assert named(no_name)[1:] == ["hydra.sweep.subdir=${hydra.job.num}"]
+
+
+def test_a_total_is_no_objective_of_a_sweep_over_its_weights():
+    words = ["reward.format.weight=0.1,1.0", "reward.format.timeout=1,2", "seed=0,1", "reward.accuracy.weight=2"]
+    [problem] = sweep.objective_problems(words, "val/reward/total")
+    assert problem.startswith(
+        "reward.format.weight=0.1,1.0: val/reward/total changes with it; use sweep_metric=val/pass@1"
+    )
+    assert list(sweep.objective_problems(words, "val/pass@1")) == []
+    assert len(list(sweep.objective_problems(["reward=[accuracy],[accuracy,format]"], "reward/total"))) == 1

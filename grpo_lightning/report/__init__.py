@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,10 @@ UNSET = "(default)"
 """Stands for the value of a setting that no file of the run holds."""
 Points = list[tuple[int, float]]
 """(step, value), in the order of the steps."""
+_RATE = re.compile(
+    r"(val/)?(pass@|maj@|reward/(accuracy|exact|numeric|math|format)$)|.*_fraction$|group/(all_|mixed)|failure/"
+)
+"""Metrics that are fractions of completions, groups or prompts."""
 _NOT_SWEPT = ("seed", "checkpoint", "run_dir", "tags", "task_name")
 _T_95 = (12.70620, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216)
 """Student's t of a two-sided 95 % interval, for 1 to 9 degrees of freedom."""
@@ -283,9 +288,15 @@ def compare(
         groups = {(Path(os.path.commonpath([run.directory.absolute() for run in counted])).name,): counted}
     ordered = [(dict(zip(keys, v, strict=True)), groups[v]) for v in sorted(groups, key=lambda v: [*map(_order, v)])]
     lines = {}
-    for metric in metrics or [name for name in DEFAULT_METRICS if name in recorded] or sorted(recorded)[:1]:
+    default = [name for name in DEFAULT_METRICS if name in recorded]
+    if len({_definition(run, "reward/total") for run in counted}) > 1:  # each reward by itself does not change
+        default += sorted(name for name in recorded if re.fullmatch(r"reward/(?!total$|std$).*", name))
+    for metric in metrics or default or sorted(recorded)[:1]:
         each = [_line(settings, group, metric, curves or bool(at)) for settings, group in ordered]
-        lines[metric] = _mark_best(metric, [line for line in each if line])
+        is_comparable = len({_definition(run, metric) for run in counted}) == 1
+        lines[metric] = _mark_best(metric, [line for line in each if line]) if is_comparable else [*filter(None, each)]
+        if not is_comparable:
+            notes.append(f"{metric} names no best: the rewards, weights or thresholds that it is made of differ")
     if baseline is not None:
         base = parse_overrides([baseline])
         if not base or not any(base.items() <= settings.items() for settings, _ in ordered):
@@ -295,13 +306,22 @@ def compare(
     return Comparison(keys, lines, runs, at, baseline, notes)
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of n >= 1 values with its two-sided 95 % interval by Student's t: mean ± t · s / √n."""
+def estimate(values: Sequence[float], *, is_rate: bool = False) -> Estimate:
+    """The mean of n >= 1 values with its two-sided 95 % interval by Student's t: mean ± t · s / √n.
+
+    Of a rate it is Wilson's score interval, which stays in [0, 1]: all p with |mean - p| ≤ t · √(p (1 - p) / N), where
+    N = mean (1 - mean) n / s² is the number of trials that would vary as the values do.
+    """
     n, mean = len(values), math.fsum(values) / len(values)
     if n < 2:
         return Estimate(n, mean)
-    half = student_t(n - 1) * statistics.stdev(values) / math.sqrt(n)
-    return Estimate(n, mean, mean - half, mean + half)
+    t, error = student_t(n - 1), statistics.stdev(values) / math.sqrt(n)
+    if not is_rate or error == 0:
+        return Estimate(n, mean, mean - t * error, mean + t * error)
+    shrink = (t * error) ** 2 / (mean * (1 - mean))  # t² / N
+    center = (mean + shrink / 2) / (1 + shrink)
+    half = math.sqrt(shrink * mean * (1 - mean) + shrink * shrink / 4) / (1 + shrink)
+    return Estimate(n, mean, max(0.0, center - half), min(1.0, center + half))
 
 
 def student_t(degrees: int) -> float:
@@ -336,24 +356,39 @@ def _line(settings: Mapping[str, str], runs: Iterable[RunRecord], metric: str, c
     for run, _ in known if curves else ():
         for step, value in run.curves.get(metric, ()):
             at_steps.setdefault(step, {})[run.seed] = value
-    last = {run.seed: values["last"] for run, values in known}
+    last, is_rate = {run.seed: values["last"] for run, values in known}, _RATE.match(metric) is not None
     whole = [values for _, values in known if "mean" in values]
     return Line(
         settings=settings,
         seeds=last,
-        last=estimate([*last.values()]),
+        last=estimate([*last.values()], is_rate=is_rate),
         first=statistics.fmean(values["first"] for values in whole) if whole else None,
         mean=statistics.fmean(values["mean"] for values in whole) if whole else None,
         highest=max((values["max"] for values in whole), default=None),
-        curve={step: estimate([*values.values()]) for step, values in sorted(at_steps.items())},
+        curve={step: estimate([*values.values()], is_rate=is_rate) for step, values in sorted(at_steps.items())},
     )
+
+
+def _definition(run: RunRecord, metric: str) -> str:
+    """The settings that a metric is made of: with others a higher value is no better one."""
+    name = metric.removeprefix("val/").removeprefix("reward/")
+    rewards = run.config.get("reward") or {}
+    parts: Any = [run.setting(key) for key in ("rollout.outcome", "rollout.threshold", "validation.threshold")]
+    if name == "total" and rewards:
+        parts = {key: [one.get(part) for part in ("function", "weight", "clip")] for key, one in rewards.items()}
+    elif name == "total":
+        parts = [word for word in run.overrides if word.lstrip("+~").startswith("reward")]
+    elif name in rewards:
+        parts = rewards[name].get("function")
+    return json.dumps(parts, sort_keys=True, default=str)
 
 
 def _mark_best(metric: str, lines: list[Line]) -> list[Line]:
     if len(lines) < 2 or not metric.startswith(("val/", "reward/")) or metric == "reward/std":
         return lines  # of others more is not better
     highest = max(line.last.mean for line in lines)
-    return [replace(line, best=line.last.mean == highest) for line in lines]
+    is_tie = all(line.last.mean == highest for line in lines)
+    return [replace(line, best=line.last.mean == highest and not is_tie) for line in lines]
 
 
 def _subtract(line: Line, base: Mapping[str, str], lines: Sequence[Line]) -> Line:
