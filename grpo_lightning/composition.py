@@ -259,35 +259,45 @@ def build_run(
     from grpo_lightning.run import Run
 
     def build(name: str, **more: Any) -> Any:
+        if name == "module" and "policy" in config[name] and "policy" not in more:
+            more["policy"] = build("policy")
         node, available, environment = config[name], dict(objects or {}), None
-        if name == "module" and config.get("environment") is not None:
+        if name == "policy" and config.get("environment") is not None:
             environment = build("environment")
             node, available[_TOOLS] = _with_environment(node, environment), environment.tools
         token = _objects.set(available)
         try:
             if name == "trainer" and "callbacks" in node:
                 node, more = _with_callbacks(node)
-            result = instantiate(node, _partial_=True)(**more) if more else instantiate(node)
+            if more:
+                settings = {key: value for key, value in node.items() if key not in more}
+                result = instantiate(settings, _partial_=True)(**more)
+            else:
+                result = instantiate(node)
         except InstantiationException as error:
             raise _cause(error, name) from error
         finally:
             _objects.reset(token)
         if environment is not None:
-            _check_environment(result.policy, environment)
+            _check_environment(result, environment)
         return result
 
-    return Run(config, build, written=_with_env_references(raw(cfg), config), **options)
+    def change(key: str, value: Any) -> None:
+        OmegaConf.update(cfg, key, value, merge=False)
+        config.update(resolve_config(cfg))
+
+    return Run(config, build, written=_with_env_references(raw(cfg), config), change=change, **options)
 
 
-def _with_environment(module: Mapping[str, Any], environment: "Environment") -> dict[str, Any]:
-    """Settings of a module whose policy's chat template shows the replies and tools of an environment."""
-    policy = dict(module["policy"])
+def _with_environment(policy: Mapping[str, Any], environment: "Environment") -> dict[str, Any]:
+    """Settings of a policy whose chat template shows the replies and tools of an environment."""
+    policy = dict(policy)
     if "reply_role" in policy:
         policy["reply_role"] = environment.reply_role or policy["reply_role"] or "user"
     if environment.tools and "template_kwargs" in policy:
         tools = {"_target_": f"{__name__}.part", "name": _TOOLS}
         policy["template_kwargs"] = {**(policy["template_kwargs"] or {}), "tools": tools}
-    return {**module, "policy": policy}
+    return policy
 
 
 def _check_environment(policy: "Policy", environment: "Environment") -> None:

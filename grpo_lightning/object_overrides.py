@@ -13,6 +13,7 @@ from torch import nn
 from grpo_lightning.config.rules import LIVE
 from grpo_lightning.config.settings import quote_value, translate_key
 from grpo_lightning.data import PromptData
+from grpo_lightning.data.files import SUFFIXES
 from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reference import of_model
@@ -21,7 +22,7 @@ from grpo_lightning.reward import RewardSpec
 _REPLACED = ("advantage", "loss", "rollout", "sampler", "validation", "optimizer", "schedule", "correction", "trainer")
 """Parts of which an object is what their settings would build."""
 _PARTS = ("reward", "policy", "data", "environment", "reference", "callbacks", "logger", *_REPLACED)
-_FILES = (".jsonl", ".json-lines", ".ndjson", ".parquet")
+_SPLITS = {"train", "validation", "test"}
 
 
 @dataclass(frozen=True)
@@ -99,16 +100,16 @@ class ObjectOverrides:
         if isinstance(value, PromptData):
             self.replace("data", value)
         elif isinstance(value, str | Path):
-            kind = "jsonl" if Path(value).suffix in _FILES else "hub"
+            kind = "jsonl" if str(value).removesuffix(".gz").endswith(SUFFIXES) else "hub"
             self.overrides.extend([f"data={kind}", f"data.path={quote_value(str(value))}"])
         else:
-            named = value if isinstance(value, Mapping) else {"train": value}
-            splits = {name: _rows(rows) for name, rows in named.items()}
-            if "train" not in splits or not splits.keys() <= {"train", "validation"} or None in splits.values():
-                forms = "rows, a data set, a path, a PromptData, or a mapping with train and, if wanted, validation"
+            named = dict(value) if isinstance(value, Mapping) else {"train": value}
+            held_out = named.get("validation", named.get("test"))
+            if not named.keys() & {"train", "validation", "test"} or (type(value) is dict and named.keys() - _SPLITS):
+                forms = "rows, a data set, a path, a PromptData, or a mapping with train and validation (or test)"
                 raise _unfit("data", value, forms)
             self.overrides.append("data=rows")
-            self.objects.update({f"data.{name}": splits.get(name) for name in ("train", "validation")})
+            self.objects.update({"data.train": _rows(named.get("train")), "data.validation": _rows(held_out)})
 
     def reference(self, value: Any) -> None:
         """A model becomes what ``reference`` settings build: a function of the policy."""
@@ -188,11 +189,13 @@ def _unfit(name: str, value: Any, needed: str) -> ValueError:
 
 
 def _rows(rows: Any) -> Any:
-    """Rows by index; those of a table of pandas as mappings. None for anything else."""
+    """Rows by index; those of a table of pandas as mappings."""
     if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
         return rows.to_dict("records")
-    is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str | Mapping)
-    return rows if is_sequence else None
+    if rows is None or (hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str)):
+        return rows
+    take = "list(data.take(1000))" if hasattr(rows, "take") else "list(itertools.islice(data, 1000))"
+    raise _unfit("data", rows, f"rows by index; of a stream, take some: {take}")
 
 
 def _by_name(value: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from grpo_lightning.console import (
     utc_now,
     write_summary,
 )
-from grpo_lightning.data import PromptData, check_prompts
+from grpo_lightning.data import PromptData, completion_limits
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.distributed.ranks import lost_contact
@@ -73,6 +73,9 @@ class Run:
     written: Mapping[str, Any] | None = field(default=None, kw_only=True)
     """The settings as checkpoints and logs have them; None: as they are."""
 
+    change: Callable[[str, Any], None] | None = field(default=None, kw_only=True)
+    """Changes a setting, and those that refer to it, of what is built from then on; None: none can be changed."""
+
     def __post_init__(self) -> None:
         check_config(self.config)
         check_runtime(self.config)
@@ -88,7 +91,8 @@ class Run:
         lightning.seed_everything(self.config["seed"], workers=True, verbose=False)
         self._announce("data")
         data: PromptData = self.build("data")
-        data.load()
+        data.load(training=self.config["mode"] != "validate", clamp=not self._is_fixed("data.prompts_per_step"))
+        self._take_over(data)
         check_columns(self.build("reward"), self.build("environment"), data.columns)
         return data
 
@@ -97,11 +101,27 @@ class Run:
         """The ``LightningModule``, whose policy knows how long prompts are: those of `data` that fit remain."""
         data = self.data
         self._announce("policy")
+        policy = self.build("policy")
+        data.limit_prompts(policy.count_tokens)
+        self._take_over(data)
+        for key, tokens in completion_limits(data, policy, self.config, fixed=self._is_fixed).items():
+            cast(Any, self.change)(key, tokens)
         facts = {"overrides": redact_overrides(self.overrides), "choices": dict(self.choices)}
-        module: StepModule = self.build("module", settings=redact_config(self.written or self.config) | facts)
+        module: StepModule = self.build(
+            "module", policy=policy, settings=redact_config(self.written or self.config) | facts
+        )
         data.follow(lambda: module.completed_steps)
-        data.limit_prompts(module.policy.count_tokens)
         return module
+
+    def _is_fixed(self, key: str) -> bool:
+        """Whether the user has set a key, so that it does not follow the data."""
+        return self.change is None or any(word.lstrip("+").startswith(f"{key}=") for word in self.overrides)
+
+    def _take_over(self, data: PromptData) -> None:
+        """Change the settings where the data has fewer prompts than a step should have."""
+        if self.change is not None and self.config["data"].get("prompts_per_step") != data.prompts_per_step:
+            self.change("data.prompts_per_step", data.prompts_per_step)
+            check_config(self.config)
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -140,7 +160,6 @@ class Run:
             if is_first_process() and (checkpoint or not module.completed_steps):
                 resume.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
             self._has_started = True
-            check_prompts(self.data, module.policy, self.config)
             preflight.announce_memory(self.config, module, self.data, trainer)
             trainer.fit(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
         return self
@@ -149,7 +168,6 @@ class Run:
         """Measure the policy, or the checkpoint's, on the held-out prompts; returns the metrics."""
         with self._recorded("validate") as checkpoint:
             module = self.module
-            check_prompts(self.data, module.policy, self.config | {"mode": "validate"})
             self.trainer.validate(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True, verbose=False)
         return self.metrics
 
@@ -169,7 +187,6 @@ class Run:
         """Say what the run would do, after a look at some of its prompts, and write ``preflight.json``."""
         with self._recorded("preflight") as checkpoint, isolate_rng():
             module, trainer = self.module, self.trainer
-            check_prompts(self.data, module.policy, self.config)
             load_checkpoint(module, checkpoint)
             return preflight.run_preflight(
                 cast(GRPOLightningModule, module),

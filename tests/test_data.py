@@ -1,6 +1,7 @@
 """Order, sources and the data module, on small real files, and the look at prompts before the first step."""
 
 import functools
+import gzip
 import json
 import random
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from tests.support.running import SMALL
 
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 100 sums and 100 differences
 CHAT = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
-UNSELECTED = {"columns": None, "filter": None, "map_row": None}
+UNSELECTED = {"prompt_column": "prompt", "columns": None, "filter": None, "map_row": None}
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +123,7 @@ def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path):
     good = {"prompt": "p", "answer": "1"}
     for bad, words in [
         ('{"prompt": "p"', r"line 3: no JSON: Expecting"),
-        ({"prompt": "p"}, r"line 3, column 'answer': only one of this row and .*a.jsonl, line 1 has it"),
+        ({"question": "q"}, r"line 3, column 'prompt': missing; .*: set data.prompt_column=question, or data.map_row"),
         ({**good, "prompt": " \n"}, r"line 3, column 'prompt': expected text or a list of chat messages, not empty"),
         ({**good, "prompt": None}, r"line 3, column 'prompt': expected text .*, got None"),
         (
@@ -138,7 +139,7 @@ def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path):
 def test_held_out_rows_of_a_file_are_never_trained_on(tmp_path, caplog):
     rows = [{"prompt": f"p{i % 20}", "i": i} for i in range(40)]  # every prompt twice
     path = write(tmp_path / "a.jsonl", *rows)
-    build = functools.partial(file_prompts, path=path, validation_path=None, prompt_column="prompt", **UNSELECTED)
+    build = functools.partial(file_prompts, path=path, validation_path=None, **UNSELECTED)
     data = [build(**settings(validation_size=8, seed=seed)) for seed in (0, 1)]
     first, second = (rows_of(one.validation) for one in data)
     train = rows_of(data[0].train)
@@ -150,6 +151,59 @@ def test_held_out_rows_of_a_file_are_never_trained_on(tmp_path, caplog):
     both = [n % 20 for n in numbers]  # a prompt held out once leaves one repeat behind
     assert len(train) == 40 - 8 - sum(both.count(n) == 1 for n in both)
     assert "training rows that repeat a held-out prompt" in caplog.text
+
+
+def test_files_of_other_kinds_are_the_same_rows(tmp_path):
+    """A column is of numbers if all its values are; an empty cell and NaN are missing."""
+    rows = [{"prompt": "a, b", "answer": "21", "level": 1}, {"prompt": "c", "answer": "007", "level": None}]
+    text = 'prompt,answer,level\n"a, b",21,1\nc,007,\n'
+    (tmp_path / "a.csv").write_text("\ufeff" + text)
+    (tmp_path / "a.tsv").write_text("prompt\tanswer\tlevel\na, b\t21\t1\r\n\nc\t007\t\n")
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    write(tmp_path / "b.json", *rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    (tmp_path / "c.csv.gz").write_bytes(gzip.compress(text.encode()))
+    expected = [(row.pop("prompt"), row) for row in rows]
+    for name in ("a.csv", "a.tsv", "a.json", "b.json", "a.jsonl.gz", "c.csv.gz"):
+        assert rows_of(JsonLines(str(tmp_path / name))) == expected, name
+    assert JsonLines(str(tmp_path / "a.csv")).origin(1) == f"{tmp_path}/a.csv, row 2"
+    assert rows_of(Hub(str(tmp_path / "a.csv"), "train", columns={"prompt": "prompt", "level": "level"})) == [
+        ("a, b", {"level": 1.0}),
+        ("c", {"level": None}),  # NaN of pandas
+    ]
+    (tmp_path / "a.csv").write_text("prompt,answer\na,b,c\n")
+    for name, message in [
+        ("a.csv", r"a.csv, row 1: 3 values for the 2 columns \['prompt', 'answer'\]"),
+        ("a.txt", r"data.path=.*a.txt: expected a file ending in .jsonl, .*; data=hub data.path=.*a.txt reads folders"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            JsonLines(str(tmp_path / name))
+
+
+def test_what_a_row_lacks_is_none_and_fields_in_columns_have_dotted_names(tmp_path):
+    content = [{"type": "text", "text": "hi"}]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": content}],
+            "reward_model": {"ground_truth": "1"},
+            "answer": float("nan"),
+        },
+        {"prompt": "p", "tests": ["x"]},
+    ]
+    path = write(tmp_path / "a.jsonl", *rows)
+    hi = [{"role": "user", "content": "hi"}]
+    assert rows_of(JsonLines(path)) == [
+        (hi, {"reward_model": {"ground_truth": "1"}, "answer": None, "tests": None}),
+        ("p", {"reward_model": None, "answer": None, "tests": ["x"]}),
+    ]
+    columns = {"prompt": "prompt", "answer": "reward_model.ground_truth"}
+    assert rows_of(JsonLines(path, columns=columns)) == [(hi, {"answer": "1"}), ("p", {"answer": None})]
+    with pytest.raises(
+        ValueError, match=r"data.columns: no row of .* has reward_model.truth; there are prompt, .*map_row"
+    ):
+        JsonLines(path, columns={**columns, "answer": "reward_model.truth"})
+    with pytest.raises(ValueError, match="message 1: expected an object with the texts"):
+        JsonLines(write(tmp_path / "b.jsonl", {"prompt": [{"role": "user", "content": [{"type": "image"}]}]}))
 
 
 # The hub
@@ -187,7 +241,11 @@ def test_what_is_wrong_with_a_hub_data_set_is_named(tmp_path, monkeypatch):
     saved().save_to_disk(tmp_path / "d")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     for path, given, message in [
-        (str(tmp_path / "d"), {"columns": {"prompt": "nope"}}, r"data.columns: nope not in .* \(train\), row 1, which"),
+        (
+            str(tmp_path / "d"),
+            {"columns": {"prompt": "nope"}},
+            r"data.columns: no row of .* \(train\) has nope; there are",
+        ),
         (str(tmp_path / "d"), {}, r"\(train\), row 1, column 'prompt': missing; the columns are \['answer'"),
         (str(tmp_path / "d"), {"filter": lambda row: 1 / (row["level"] - 1)}, r"row 1: data.filter or data.map_row: Z"),
         (str(tmp_path / "d"), {"split": "dev"}, r"data.split='dev': "),
@@ -311,6 +369,7 @@ def test_a_batch_carries_the_columns_and_origins_of_its_prompts():
 
 def test_long_prompts_are_dropped_with_a_count(caplog):
     data = inline(1500, max_prompt_length=3, validation_size=4)  # more than are measured at once
+    data.load()
     asked = []
 
     def lengths(prompts):
@@ -318,23 +377,47 @@ def test_long_prompts_are_dropped_with_a_count(caplog):
         return [9 if prompt == "v1" else len(prompt) for prompt in prompts]  # p0 to p99 stay
 
     data.limit_prompts(lengths)
-    assert asked == [1024, 476, 4]
+    assert sorted(asked) == [4, 476, 1024]
     assert [prompt for prompt, _ in rows_of(data.train)] == [f"p{i}" for i in range(100)]
     assert [prompt for prompt, _ in rows_of(data.validation)] == ["v0", "v2", "v3"]
-    assert "dropped 1400 training and 1 held-out prompts longer than data.max_prompt_length=3" in caplog.text
+    assert "dropped 1400 of 1500 prompts longer than data.max_prompt_length=3 (first: data.train.pro" in caplog.text
 
 
 def test_too_few_prompts_are_refused_before_and_after_the_limit():
-    with pytest.raises(ValueError, match=r"data.prompts_per_step=6: expected at most 5, the number of training"):
+    with pytest.raises(ValueError, match=r"data.prompts_per_step=6 is more than the 5 training prompts: set it to 5"):
         inline(5, prompts_per_step=6).load()
     data = inline(5, max_prompt_length=7)
-    with pytest.raises(ValueError, match=r"data.max_prompt_length=7: data.prompts_per_step=2: expected at most 1"):
+    data.load()
+    with pytest.raises(ValueError, match=r"data.prompts_per_step=2 is more than the 1 training prompts"):
         data.limit_prompts(lambda prompts: [7 if prompt in ("p3", "v0") else 8 for prompt in prompts])
-    with pytest.raises(ValueError, match=r"data.max_prompt_length=7: data.validation: no held-out prompt is left"):
-        data.limit_prompts(lambda prompts: [7 if prompt[0] == "p" else 8 for prompt in prompts])
+    with pytest.raises(
+        ValueError,
+        match=r"all 5 prompts have more than data.max_prompt_length=7 tokens, the shortest 15,077 \(first: data.train",
+    ):
+        data.limit_prompts(lambda prompts: [15_077 + int(prompt[1]) if prompt[0] == "p" else 7 for prompt in prompts])
     assert len(data.train) == 5  # a limit that failed changed nothing
     with pytest.raises(ValueError, match=r"data.prompts_per_step=0: must be .*\ndata.steps=-1: must be"):
         inline(5, prompts_per_step=0, steps=-1)
+
+
+def test_a_step_has_at_most_the_prompts_that_there_are(caplog):
+    data = inline(5, prompts_per_step=6, tries=3, max_prompt_length=7)
+    data.load(clamp=True)
+    assert (data.prompts_per_step, data.prompts_per_batch) == (5, 15)
+    data.limit_prompts(lambda prompts: [8 if prompt == "p3" else 1 for prompt in prompts])
+    assert (data.prompts_per_step, data.prompts_per_batch) == (4, 12)
+    assert "data.prompts_per_step=6 is more than the 5 training prompts: a step has 5" in caplog.text
+    same = PromptData(train=Inline(["a"] * 5), validation=Inline(["b"]), **settings())
+    same.load()
+    assert "all of the first 5 prompts are the same: 'a'" in caplog.text
+
+
+def test_training_prompts_are_opened_only_where_they_are_needed():
+    data = PromptData(train=lambda: pytest.fail("opened"), validation=lambda: Inline(["v"]), **settings())
+    assert data.load(training=False)[0][0] == data.validation[0] == ("v", {})
+    assert data.columns == ()
+    with pytest.raises(ValueError, match="data.path: there are no prompts"):
+        PromptData(train=None, validation=Inline(["v"]), **settings()).load()
 
 
 def test_workers_prepare_the_same_prompts():
@@ -373,3 +456,43 @@ def test_a_prompt_beyond_the_context_is_named_by_its_line(tmp_path, monkeypatch)
     held_out = ["a", "x" * 420]
     with pytest.raises(ValueError, match=r"held_out.jsonl, line 2: .* 421 tokens, .* validation.max_new_tokens=100 "):
         small_run(tmp_path, ["a", "b", "c"], held_out, "validation.max_new_tokens=100")
+
+
+def test_defaults_fall_to_what_prompts_and_context_allow(tmp_path, caplog):
+    """Here 16 prompts of a step, and 512 tokens of a completion: the longest prompt has 11, the context 512."""
+    write(tmp_path / "five.jsonl", *({"prompt": f"{i} vowels?", "answer": None} for i in range(5)))
+    policy = tmp_path / "policy"
+    grpo.compose("mode=export", run_dir=tmp_path / "shipped").export().rename(policy)
+    words = [
+        "policy=hf",
+        f"policy.path={policy}",
+        "algorithm=dr_grpo",
+        "data=jsonl",
+        f"data.path={tmp_path}/five.jsonl",
+    ]
+    words += [f"data.validation_path={tmp_path}/five.jsonl", "reward=[custom]", "trainer=cpu"]
+    words += ["reward.custom.function._target_=tests.support.rewards.vowels"]
+    run = grpo.compose(*words, run_dir=tmp_path / "run")
+    longest = max(run.module.policy.count_tokens([prompt for prompt, _ in run.data.train]))
+    assert run.data.prompts_per_step == run.config["data"]["prompts_per_step"] == 5
+    new = 512 - longest
+    assert run.module.rollout.max_new_tokens == run.config["validation"]["max_new_tokens"] == new
+    assert run.config["loss"]["weights"]["length"] == new  # what refers to it follows
+    assert (
+        f"rollout.max_new_tokens=512 becomes {new}: the context has 512 tokens, and the longest prompt" in caplog.text
+    )
+    for word in ("data.prompts_per_step=16", "rollout.max_new_tokens=512"):
+        with pytest.raises(ValueError, match=word):
+            _ = grpo.compose(*words, word, run_dir=tmp_path / "other").module
+
+
+def test_validation_needs_no_training_prompts(tmp_path):
+    path = write(tmp_path / "held_out.jsonl", *({"prompt": prompt} for prompt in ("a", "b")))
+    words = [*TASK, "mode=validate", "reward=[custom]", "reward.custom.function._target_=tests.support.rewards.vowels"]
+    run = grpo.compose(*words, "data=jsonl", f"data.validation_path={path}", run_dir=tmp_path / "run")
+    assert "val/reward/total" in run.validate()
+    run = grpo.compose(*words, run_dir=tmp_path / "other", data={"test": ["a", "b"]})
+    assert len(run.data.validation) == 2
+    for stream in (iter(["a"]), datasets.IterableDataset.from_generator(lambda: iter([{"prompt": "a"}]))):
+        with pytest.raises(ValueError, match=r"rows by index; of a stream, take some: list\("):
+            grpo.compose(*words, data=stream)

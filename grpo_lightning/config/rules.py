@@ -287,8 +287,6 @@ def uses_fsdp(trainer: Mapping[str, Any]) -> bool:
 def _sizes(get: Reader) -> Iterator[str]:
     prompts, warmup, steps = get("data.prompts_per_step"), get("schedule.warmup_steps"), get("steps")
     group, kept, size = get("rollout.group_size"), get("rollout.downsample"), get("module").get("minibatch_size")
-    if prompts > (rows := get("data").get("train_size", prompts)):
-        yield f"data.prompts_per_step={prompts} is more than the training prompts, data.train_size={rows}"
     if warmup > steps > 0:
         yield f"schedule.warmup_steps={warmup} is more than the steps of the run, steps={steps}"
     key = "rollout.downsample.size" if kept and "size" in kept else "rollout.group_size"

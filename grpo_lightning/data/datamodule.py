@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -192,6 +193,12 @@ class Batches:
         return self._size
 
 
+def _opened(source: Source | Callable[[], Source] | None) -> Source:
+    if source is None:
+        raise ValueError("data.path: there are no prompts; name a file or a data set with data.path=PATH")
+    return source() if callable(source) else source
+
+
 class PromptData(LightningDataModule):
     """Training and held-out prompts, as text.
 
@@ -199,7 +206,7 @@ class PromptData(LightningDataModule):
     iterated over, they begin after the last completed step. All processes read the same batches and divide them later.
 
     Args:
-        train: The training source, or a callable that opens it when it is first needed.
+        train: The training source, or a callable that opens it when it is first needed; None: validation only.
         validation: The held-out source, likewise; None holds out rows of the training source, see `hold_out`.
         prompts_per_step: P, prompts of one rollout over all devices.
         tries: How often a rollout may ask for that many; a batch holds the prompts of all its tries.
@@ -220,7 +227,7 @@ class PromptData(LightningDataModule):
     def __init__(
         self,
         *,
-        train: Source | Callable[[], Source],
+        train: Source | Callable[[], Source] | None,
         validation: Source | Callable[[], Source] | None,
         prompts_per_step: int,
         tries: int = 1,
@@ -243,8 +250,11 @@ class PromptData(LightningDataModule):
         self.validation_size, self.validation_batch_size = validation_size, validation_batch_size
         self.max_prompt_length, self.seed = max_prompt_length, seed
         self.num_workers = num_workers
-        self._sources: tuple[Source, Source] | None = None
+        self._train: Source | None = None
+        self._validation: Source | None = None
+        self._count_tokens: Callable[[list[Prompt]], list[int]] | None = None
         self._followed: Callable[[], int] | None = None
+        self._clamps = False
 
     @property
     def train(self) -> Source:
@@ -254,42 +264,73 @@ class PromptData(LightningDataModule):
     @property
     def validation(self) -> Source:
         """The held-out prompts that are used."""
-        return self.load()[1]
+        return self.load(training=False)[-1]
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the columns, which rewards may ask for."""
         return tuple(self.validation[0][1])
 
-    def load(self) -> tuple[Source, Source]:
-        """Open both sources, the first time it is called: the training prompts and the held-out ones that are used.
+    def load(self, *, training: bool = True, clamp: bool | None = None) -> tuple[Source, ...]:
+        """Open the training prompts and the held-out ones that are used, each the first time that it is needed.
+
+        Args:
+            training: Whether the training prompts are needed.
+            clamp: Whether ``prompts_per_step`` falls to the number of training prompts, with a warning, from now on;
+                None: as before, at first not.
+
+        Returns:
+            The training prompts, if needed, and the held-out ones.
 
         Raises:
             ValueError: A source is malformed or has too few prompts.
         """
-        if self._sources is None:
-            train = self._open_train() if callable(self._open_train) else self._open_train
-            validation = self._open_validation() if callable(self._open_validation) else self._open_validation
-            if validation is None:
-                train, validation = hold_out(train, self.validation_size)
-            self._sources = self._checked(train, validation)
-        return self._sources
+        self._clamps = self._clamps if clamp is None else clamp
+        if self._validation is None:
+            held_out = self._open_validation
+            if held_out is None:
+                self._open_train, held_out = hold_out(_opened(self._open_train), self.validation_size)
+            self._validation = self._used(self._limited(_opened(held_out)))
+        if not training:
+            return (self._validation,)
+        if self._train is None:
+            train = self._enough(self._limited(_opened(self._open_train)))
+            size = min(len(train), _CHECKED_ROWS)
+            if size > 1 and len({repr(train[i][0]) for i in range(size)}) == 1:
+                _log.warning("all of the first %d prompts are the same: %.80r", size, train[0][0])
+            self._train = train
+        return self._train, self._validation
 
     def limit_prompts(self, count_tokens: Callable[[list[Prompt]], list[int]]) -> None:
         """Drop the prompts that have more than ``max_prompt_length`` tokens; raises ValueError if too few are left."""
-        if (limit := self.max_prompt_length) is None:
-            return
-        try:
-            (train, lost), (validation, lost_held_out) = (
-                keep(source, lambda prompts: [length <= limit for length in count_tokens(prompts)])
-                for source in self.load()
+        self._count_tokens = count_tokens
+        validation = self._validation and self._used(self._limited(self._validation))
+        self._train = self._train and self._enough(self._limited(self._train))
+        self._validation = validation
+
+    def _limited(self, source: Source) -> Source:
+        """The prompts that are not too long, once lengths are known."""
+        limit, count_tokens = self.max_prompt_length, self._count_tokens
+        if limit is None or count_tokens is None:
+            return source
+        shortest = math.inf
+
+        def fits(prompts: list[Prompt]) -> list[bool]:
+            nonlocal shortest
+            lengths = count_tokens(prompts)
+            shortest = min(shortest, *lengths)
+            return [length <= limit for length in lengths]
+
+        remaining, lost = keep(source, fits)
+        if lost == len(source):
+            raise ValueError(
+                f"all {lost} prompts have more than data.max_prompt_length={limit} tokens, the shortest {shortest:,} "
+                f"(first: {origin(source, 0)})"
             )
-            self._sources = self._checked(train, validation)
-        except ValueError as error:
-            raise ValueError(f"data.max_prompt_length={limit}: {error}") from error
-        if lost or lost_held_out:
-            counts = lost, lost_held_out, limit
-            _log.warning("dropped %d training and %d held-out prompts longer than data.max_prompt_length=%d", *counts)
+        if lost:
+            text = "dropped %d of %d prompts longer than data.max_prompt_length=%d (first: %s)"
+            _log.warning(text, lost, len(source), limit, origin(source, 0))
+        return remaining
 
     def fingerprint(self) -> dict[str, Any]:
         """What tells these prompts from others: how many there are, and a hash of some rows of both sources."""
@@ -327,18 +368,20 @@ class PromptData(LightningDataModule):
         num_steps = min(self.validate_every - start % self.validate_every, left) if self.validate_every else left
         return step_batches(len(self.train), self.prompts_per_batch, self.seed, start, num_steps)
 
-    def _checked(self, train: Source, validation: Source) -> tuple[Source, Source]:
+    def _enough(self, train: Source) -> Source:
         if self.prompts_per_step > len(train):
-            raise ValueError(
-                f"data.prompts_per_step={self.prompts_per_step}: expected at most {len(train)}, the number of training "
-                "prompts"
-            )
-        if not len(validation):
-            raise ValueError("data.validation: no held-out prompt is left; at least 1 is needed")
-        _ = train[0], validation[0]  # a generator that cannot make a row says so; workers inherit what it computes once
-        if len(validation) > self.validation_size:
-            validation = Subset(validation, range(self.validation_size))
-        return train, validation
+            text = f"data.prompts_per_step={self.prompts_per_step} is more than the {len(train)} training prompts"
+            if not self._clamps:
+                raise ValueError(f"{text}: set it to {len(train)} or less")
+            _log.warning("%s: a step has %d", text, len(train))
+            tries = self.prompts_per_batch // self.prompts_per_step
+            self.prompts_per_step, self.prompts_per_batch = len(train), len(train) * tries
+        _ = train[0]  # a generator that cannot make a row says so; workers inherit what it computes once
+        return train
+
+    def _used(self, validation: Source) -> Source:
+        _ = validation[0]
+        return Subset(validation, range(self.validation_size)) if len(validation) > self.validation_size else validation
 
     def _completed_steps(self) -> int:
         if self._followed is not None:
@@ -363,28 +406,49 @@ def collate(source: Source, indices: Iterable[int]) -> Prompts:
     return Prompts.collate([source[i] for i in indices], [origin(source, i) for i in indices])
 
 
-def check_prompts(data: PromptData, policy: "Policy", config: Mapping[str, Any]) -> None:
-    """Check that the prompts, those that are made on access only in part, fit into the policy's context.
+def completion_limits(
+    data: PromptData, policy: "Policy", config: Mapping[str, Any], *, fixed: Callable[[str], bool]
+) -> dict[str, int]:
+    """Most tokens of a completion behind the longest prompt, where the policy's context has less room than is set.
+
+    Of prompts that are made on access only the first are measured.
+
+    Args:
+        data: The prompts.
+        policy: Has the tokenizer and the context.
+        config: Resolved settings of the run.
+        fixed: Which keys keep their value.
+
+    Returns:
+        Key -> tokens, of ``rollout.max_new_tokens`` and ``validation.max_new_tokens``.
 
     Raises:
-        ValueError: One does not, together with the longest completion; names its row.
+        ValueError: A number would have to fall that is fixed, or below a quarter; names the row of the prompt.
     """
-    if "rollout" not in config["module"]:  # supervised
-        return
+    limits: dict[str, int] = {}
     context, limit = policy.context, data.max_prompt_length
-    parts = {"rollout": data.train} if config["mode"] in ("fit", "preflight") else {}
+    if context is None or "rollout" not in config["module"] or config["mode"] == "export":  # or supervised
+        return limits
+    parts = {"rollout": data.train} if config["mode"] != "validate" else {}
     for part, source in {**parts, "validation": data.validation}.items():
         key, new = f"{part}.max_new_tokens", config[part]["max_new_tokens"]
-        if context is None or not isinstance(new, int) or (limit is not None and limit + new <= context):
+        if not isinstance(new, int) or (limit is not None and limit + new <= context):
             continue
-        remedy = f"{key} below {context}"
-        if new < context:
-            remedy = f"data.max_prompt_length={context - new}, which leaves out longer prompts, or a lower {key}"
         size = min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source)
-        for numbers in _chunks(size):
-            for number, length in zip(numbers, policy.count_tokens([source[i][0] for i in numbers]), strict=True):
-                if length + new > context:
-                    raise ValueError(
-                        f"{origin(source, number)}: the prompt has {length} tokens, which with {key}={new} are more "
-                        f"than the model's context of {context}; set {remedy}"
-                    )
+        lengths = [n for numbers in _chunks(size) for n in policy.count_tokens([source[i][0] for i in numbers])]
+        number = lengths.index(max(lengths))
+        room = context - lengths[number]
+        if room >= new:
+            continue
+        if fixed(key) or isinstance(source, GeneratedRows) or room < new // 4:
+            remedy = f"{key} below {context}"
+            if new < context:
+                remedy = f"data.max_prompt_length={context - new}, which leaves out longer prompts, or a lower {key}"
+            raise ValueError(
+                f"{origin(source, number)}: the prompt has {lengths[number]} tokens, which with {key}={new} are more "
+                f"than the model's context of {context}; set {remedy}"
+            )
+        where = f"the longest prompt has {lengths[number]} tokens ({origin(source, number)})"
+        _log.warning("%s=%d becomes %d: the context has %d tokens, and %s", key, new, room, context, where)
+        limits[key] = room
+    return limits

@@ -1,5 +1,8 @@
 """Prompts from files, the Hugging Face hub, the config or memory; every row is checked once, when it is read."""
 
+import csv
+import gzip
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -11,11 +14,15 @@ from grpo_lightning.console import single_line
 from grpo_lightning.data.datamodule import PromptData, Row, Source
 from grpo_lightning.types import Prompt
 
-_JSON, _PARQUET = (".jsonl", ".json-lines", ".ndjson"), ".parquet"
+_LINES, _TABLES = (".jsonl", ".json-lines", ".ndjson"), {".csv": ",", ".tsv": "\t"}
+SUFFIXES = (*_LINES, ".json", *_TABLES, ".parquet")
+"""Files that `JsonLines` reads; all but the last may also end in .gz."""
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves behind
 _RESERVED = ("prompts", "completions", "completion_ids", "self")  # arguments of reward functions and methods
 _MIN_HOLD_OUT = 5  # rows; of fewer in memory all serve for training and validation
+_LIKELY = ("question", "problem", "instruction", "query", "messages", "conversations", "text", "input")
+"""What other data sets call the column of the prompt."""
 
 Placed: TypeAlias = tuple[str, Mapping[str, Any]]
 """Where a row comes from, for messages, and its values by column."""
@@ -39,24 +46,27 @@ def check_prompt(value: Any, where: str) -> Prompt:
 def _message(value: Any, where: str) -> dict[str, str]:
     # parquet fills absent keys with null
     message = {key: text for key, text in value.items() if text is not None} if isinstance(value, Mapping) else {}
+    match message.get("content"):
+        case [{"type": "text", "text": str() as text}]:
+            message["content"] = text
     if set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
         raise ValueError(f'{where}: expected an object with the texts "role" and "content", got {value!r:.80}')
     return {"role": message["role"], "content": message["content"]}
 
 
 class Rows:
-    """Rows in memory.
+    """Rows in memory. What a row lacks and others have, or is not a number (NaN), is None.
 
     Args:
-        rows: Where each comes from, for messages, and its values; all have the same keys.
+        rows: Where each comes from, for messages, and its values.
         source: What messages call all of them.
         prompt_column: The key of the prompt; the other keys are the columns rewards see.
-        columns: New name -> name in the rows; only these are kept. None keeps all, under their names.
+        columns: New name -> name in the rows, dotted for a field in a column; only these are kept. None keeps all.
         filter: Which rows to use; None uses all.
         map_row: Row -> row whose columns are then selected and renamed; None leaves it as it is.
 
     Raises:
-        ValueError: There is no row, or one lacks a column that others have, or its prompt is malformed.
+        ValueError: There is no row, or none has one of the ``columns``, or a prompt is malformed.
     """
 
     def __init__(
@@ -69,8 +79,8 @@ class Rows:
         filter: RowFilter | None = None,
         map_row: RowMap | None = None,
     ) -> None:
-        self._origins: list[str] = []
-        self._rows: list[Row] = []
+        kept: list[tuple[str, dict[str, Any]]] = []
+        known: dict[str, None] = {}
         for place, row in rows:
             try:
                 if filter and not filter(row):
@@ -78,22 +88,28 @@ class Rows:
                 row = map_row(row) if map_row else row
             except Exception as error:
                 raise ValueError(f"{place}: data.filter or data.map_row: {error!r}") from error
-            if columns and (absent := set(columns.values()) - set(row)):
-                raise ValueError(f"data.columns: {', '.join(absent)} not in {place}, which has {list(row)}")
-            row = {new: row[old] for new, old in columns.items()} if columns else row
-            names = [name for name in row if name != prompt_column]
-            if prompt_column not in row:
-                raise ValueError(f"{place}, column {prompt_column!r}: missing; the columns are {sorted(names)}")
-            if reserved := [name for name in names if name in _RESERVED]:
-                raise ValueError(f"{place}, column {reserved[0]!r}: an argument of reward functions; rename the column")
-            if self._rows and (different := {*names} ^ self._rows[0][1].keys()):
-                first = self._origins[0]
-                raise ValueError(f"{place}, column {min(different)!r}: only one of this row and {first} has it")
-            prompt = check_prompt(row[prompt_column], f"{place}, column {prompt_column!r}")
-            self._rows.append((prompt, {name: row[name] for name in names}))
-            self._origins.append(place)
-        if not self._rows:
+            known.update(dict.fromkeys(row))
+            if columns:
+                row = {new: found[0] for new, old in columns.items() if (found := _field(row, old))}
+            kept.append((place, {name: None if _is_missing(value) else value for name, value in row.items()}))
+        if not kept:
             raise ValueError(f"{source}: there is no row")
+        names = dict.fromkeys(name for _, row in kept for name in row)
+        if columns and (absent := [old for new, old in columns.items() if new not in names]):
+            raise ValueError(
+                f"data.columns: no row of {source} has {', '.join(absent)}; there are {', '.join(known)} (COLUMN.FIELD "
+                "is a field in one, and data.map_row a function that makes a row of each)"
+            )
+        names.pop(prompt_column, None)
+        if reserved := [name for name in names if name in _RESERVED]:
+            raise ValueError(f"{source}, column {reserved[0]!r}: an argument of reward functions; rename the column")
+        self._origins = [place for place, _ in kept]
+        self._rows: list[Row] = []
+        for place, row in kept:
+            if prompt_column not in row:
+                raise ValueError(f"{place}, {_no_prompt(prompt_column, list(row))}")
+            prompt = check_prompt(row[prompt_column], f"{place}, column {prompt_column!r}")
+            self._rows.append((prompt, {name: row.get(name) for name in names}))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -106,11 +122,34 @@ class Rows:
         return self._origins[index]
 
 
+def _field(row: Mapping[str, Any], name: str) -> list[Any]:
+    """The value of a column, or of a field in it (``reward_model.ground_truth``), in a list; empty if there is none."""
+    if name in row:
+        return [row[name]]
+    column, _, field = name.partition(".")
+    return _field(row[column], field) if field and isinstance(row.get(column), Mapping) else []
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is NaN, or what pandas has for it."""
+    return (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType")
+
+
+def _no_prompt(column: str, names: Sequence[str]) -> str:
+    """What to say of a row without a prompt."""
+    likely = next((name for name in _LIKELY if name in names), "NAME")
+    return (
+        f"column {column!r}: missing; the columns are {sorted(names)}: set data.prompt_column={likely}, or "
+        "data.map_row to a function that makes a row with a prompt of each"
+    )
+
+
 class JsonLines(Rows):
-    """Rows of JSON lines or parquet files.
+    """Rows of files: JSON lines, JSON, CSV, TSV or parquet.
 
     Args:
-        path: One file or several, ending in .jsonl, .json-lines, .ndjson or .parquet. Blank lines do not count.
+        path: One file or several, ending in one of `SUFFIXES`. Blank lines do not count. An empty cell of a CSV or TSV
+            is None; its other values are texts, but for columns of numbers only.
         selection: ``prompt_column``, ``columns``, ``filter`` and ``map_row``, as in `Rows`.
 
     Raises:
@@ -125,26 +164,69 @@ class JsonLines(Rows):
 
 def _read(path: Path) -> list[Placed]:
     """Read the rows of a file."""
-    if path.suffix not in (*_JSON, _PARQUET):
-        raise ValueError(f"data.path={path}: expected a file ending in {', '.join((*_JSON, _PARQUET))}")
-    if path.suffix == _PARQUET:
+    is_zipped = path.suffix == ".gz"
+    suffix = Path(path.stem).suffix if is_zipped else path.suffix
+    if suffix not in SUFFIXES or (is_zipped and suffix == ".parquet"):
+        raise ValueError(
+            f"data.path={path}: expected a file ending in {', '.join(SUFFIXES)}; data=hub data.path={path} reads "
+            "folders and files of arrow and text"
+        )
+    if suffix == ".parquet":
         import pyarrow.parquet
 
-        rows = pyarrow.parquet.read_table(str(path)).to_pylist()
-        return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
-    with path.open("rb") as file:  # bytes, as only a newline ends a line of JSON
-        places = [(f"{path}, line {number}", line) for number, line in enumerate(file, 1) if line.strip()]
-    return [(place, _object(line, place)) for place, line in places]
+        return _numbered(path, "row", pyarrow.parquet.read_table(str(path)).to_pylist())
+    with gzip.open(path, "rb") if is_zipped else path.open("rb") as file:
+        content = file.read()
+    if suffix in _TABLES:
+        return _numbered(path, "row", _table(content.decode("utf-8-sig"), _TABLES[suffix], path))
+    if suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        items = _json(content, str(path))
+        return [(place, _object(item, place)) for place, item in _numbered(path, "item", items)]
+    lines = _numbered(path, "line", content.split(b"\n"))  # bytes, as only a newline ends a line of JSON
+    return [(place, _object(_json(line, place), place)) for place, line in lines if line.strip()]
 
 
-def _object(line: bytes, where: str) -> Mapping[str, Any]:
+def _numbered(path: Path, unit: str, rows: Iterable[Any]) -> list[tuple[str, Any]]:
+    return [(f"{path}, {unit} {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _json(text: bytes, where: str) -> Any:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        return json.loads(text.decode("utf-8-sig"))
     except ValueError as error:  # of JSON or of UTF-8
         raise ValueError(f"{where}: no JSON: {error}") from error
+
+
+def _object(row: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {row!r:.80}")
     return row
+
+
+def _table(text: str, delimiter: str, path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV or TSV; a column is of numbers if all its values are written as Python writes them."""
+    names, *rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    for number, row in enumerate(rows, 1):
+        if row and len(row) != len(names):
+            raise ValueError(f"{path}, row {number}: {len(row)} values for the {len(names)} columns {names}")
+    table = [row for row in rows if row]
+    columns = [[_number(value) for value in column] for column in zip(*table, strict=True)]
+    is_number = [not any(isinstance(value, str) and value for value in column) for column in columns]
+    return [
+        {
+            name: None if not text else columns[column][index] if is_number[column] else text
+            for column, (name, text) in enumerate(zip(names, row, strict=True))
+        }
+        for index, row in enumerate(table)
+    ]
+
+
+def _number(text: str) -> str | int | float:
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) and repr(value) == text else text
 
 
 class Hub(Rows):
@@ -197,18 +279,19 @@ class Inline(Rows):
     Args:
         prompts: A list of them, or a data set of the datasets library.
         name: What messages call them.
+        prompt_column: The key of the prompt in mappings.
 
     Raises:
         ValueError: There is none, or one is malformed.
     """
 
-    def __init__(self, prompts: Iterable[Any], name: str = "data.train.prompts") -> None:
-        rows = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
+    def __init__(self, prompts: Iterable[Any], name: str = "data.train.prompts", prompt_column: str = "prompt") -> None:
+        rows = [dict(row) if isinstance(row, Mapping) else {prompt_column: row} for row in prompts]
         for row in rows:
-            prompt: Any = row.get("prompt")
+            prompt: Any = row.get(prompt_column)
             if isinstance(prompt, tuple) or hasattr(prompt, "tolist"):
-                row["prompt"] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-        super().__init__([(f"{name}, item {number}", row) for number, row in enumerate(rows, 1)], name)
+                row[prompt_column] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        super().__init__([(f"{name}, item {number}", row) for number, row in enumerate(rows, 1)], name, prompt_column)
 
 
 def gsm8k_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,13 +310,13 @@ def has_answer(row: Mapping[str, Any]) -> bool:
 
 def data_module(source: Callable[[Any], Source], train: Any, validation: Any, settings: dict[str, Any]) -> PromptData:
     """Data module of what a source reads; without ``validation`` some rows of ``train`` are held out."""
-    held_out = partial(source, validation) if validation else None
-    return PromptData(train=partial(source, train), validation=held_out, **settings)
+    opened = [partial(source, place) if place else None for place in (train, validation)]
+    return PromptData(train=opened[0], validation=opened[1], **settings)
 
 
 def file_prompts(
     *,
-    path: str | Sequence[str],
+    path: str | Sequence[str] | None,
     validation_path: str | Sequence[str] | None,
     prompt_column: str,
     columns: Mapping[str, str] | None,
@@ -253,21 +336,30 @@ def hub_prompts(
     validation_split: str | None,
     name: str | None,
     revision: str | None,
+    prompt_column: str,
     columns: Mapping[str, str] | None,
     filter: RowFilter | None,
     map_row: RowMap | None,
     **settings: Any,
 ) -> PromptData:
     """Data module of a `Hub` data set."""
-    source = partial(Hub, path, name=name, revision=revision, columns=columns, filter=filter, map_row=map_row)
-    return data_module(source, split, validation_split, settings)
+    selection: dict[str, Any] = {
+        "prompt_column": prompt_column,
+        "columns": columns,
+        "filter": filter,
+        "map_row": map_row,
+    }
+    return data_module(partial(Hub, path, name=name, revision=revision, **selection), split, validation_split, settings)
 
 
-def memory_prompts(*, train: Any, validation: Any, **settings: Any) -> PromptData:
+def memory_prompts(*, train: Any, validation: Any, prompt_column: str, **settings: Any) -> PromptData:
     """Data module of rows in memory; without ``validation`` some are held out, or all of them where they are few."""
-    rows = Inline(train, "data")
+    rows = None if train is None else Inline(train, "data", prompt_column)
+    held_out: Source | None = None
     if validation is not None:
-        return PromptData(train=rows, validation=Inline(validation, "data, validation"), **settings)
-    held_out = min(settings["validation_size"], len(rows) // 5)
-    few = len(rows) < _MIN_HOLD_OUT or len(rows) - held_out < settings["prompts_per_step"]
-    return PromptData(train=rows, validation=rows if few else None, **settings)
+        held_out = Inline(validation, "data, validation", prompt_column)
+    elif rows is not None:
+        size = min(settings["validation_size"], len(rows) // 5)
+        few = len(rows) < _MIN_HOLD_OUT or len(rows) - size < settings["prompts_per_step"]
+        held_out = rows if few else None
+    return PromptData(train=rows, validation=held_out, **settings)
