@@ -5,7 +5,6 @@ import faulthandler
 import gc
 import logging
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,9 @@ def main() -> None:
     sys.argv[1:] = normalize_overrides(words)
     asked, unread = get_args_parser().parse_known_args()
     if unread:
-        sys.exit(redact(_explain_unread(unread)))
+        sys.exit(
+            f"{single_line(unread[0])}: settings are written KEY=VALUE, behind all options; {command_name()} --help"
+        )
     if asked.config_dir:
         sys.path.append(str(Path(asked.config_dir).absolute()))  # and beside a recipe
     if not asked.multirun:
@@ -98,7 +99,7 @@ def main() -> None:
             else:
                 cfg = _check_composition(asked)
             if cfg is not None and asked.cfg == "job" and asked.package is None:
-                print(_as_composed(asked), end="")
+                _print_config(asked)
             else:
                 if cfg is not None and asked.cfg is None and is_first_process():
                     _take_directory(cfg)
@@ -111,13 +112,6 @@ def main() -> None:
         status = sweep.print_table(status)
     if status:
         sys.exit(status)
-
-
-def _explain_unread(unread: Sequence[str]) -> str:
-    """What is wrong with words that are no option of Hydra's, or overrides that stand after one."""
-    if options := [word for word in unread if word.startswith("-")]:
-        return f"{single_line(options[0])}: settings are written KEY=VALUE, without dashes; {command_name()} --help"
-    return f"{single_line(unread[0])}: options such as -m must stand before all overrides, or behind them"
 
 
 def _continued(overrides: list[str]) -> list[str]:
@@ -138,46 +132,39 @@ def _take_directory(cfg: DictConfig) -> None:
         sys.argv.append(_taken[-1])
 
 
-def _as_composed(asked: argparse.Namespace) -> str:
-    """The settings as YAML: those of a run, in which what the command chooses wins over an experiment."""
-    with initialize_config_dir(_config_path(asked), version_base="1.3", job_name="train"):
-        cfg, _ = compose_config([*asked.overrides, *_search_paths(asked)], asked.config_name or "train")
+def _sources(asked: argparse.Namespace) -> tuple[str, str, list[str]]:
+    """The directory and the name of the file that is composed, and --config-dir as an override."""
+    paths = []
+    if asked.config_dir:
+        typed = [word for word in asked.overrides if word.startswith("hydra.searchpath=[")]
+        others = typed[-1].partition("=[")[2].removesuffix("]") if typed else ""
+        paths = [f"hydra.searchpath=['file://{Path(asked.config_dir).absolute()}'{',' if others else ''}{others}]"]
+    return str(Path(asked.config_path or CONF).absolute()), asked.config_name or "train", paths
+
+
+def _print_config(asked: argparse.Namespace) -> None:
+    """Print the settings of a run as YAML: what the command chooses wins over an experiment there."""
+    directory, name, paths = _sources(asked)
+    with initialize_config_dir(directory, version_base="1.3", job_name="train"):
+        cfg, _ = compose_config([*asked.overrides, *paths], name)
     if asked.resolve:
         cfg.run_dir = "???"
-    return OmegaConf.to_yaml(cfg, resolve=asked.resolve)
-
-
-def _config_path(asked: argparse.Namespace) -> str:
-    return str(Path(asked.config_path).absolute()) if asked.config_path else str(CONF)
-
-
-def _search_paths(asked: argparse.Namespace) -> list[str]:
-    """--config-dir as an override."""
-    if not asked.config_dir:
-        return []
-    typed = [word for word in asked.overrides if word.startswith("hydra.searchpath=[")]
-    others = typed[-1].partition("=[")[2].removesuffix("]") if typed else ""
-    return [f"hydra.searchpath=['file://{Path(asked.config_dir).absolute()}'{',' if others else ''}{others}]"]
+    print(OmegaConf.to_yaml(cfg, resolve=asked.resolve), end="")
 
 
 def _check_composition(asked: argparse.Namespace) -> DictConfig:
     """Compose once before Hydra does, to exit with a sentence about what is wrong, or what Hydra may not build."""
+    directory, name, paths = _sources(asked)
 
     def load(overrides: list[str]) -> DictConfig:
-        with initialize_config_dir(_config_path(asked), version_base="1.3", job_name="train"):
-            loader = GlobalHydra.instance().config_loader()
-            return loader.load_configuration(
-                asked.config_name or "train",
-                [*overrides, *_search_paths(asked)],
-                run_mode=RunMode.MULTIRUN,
-                validate_sweep_overrides=False,
-            )
+        with initialize_config_dir(directory, version_base="1.3", job_name="train"):
+            loader, words = GlobalHydra.instance().config_loader(), [*overrides, *paths]
+            return loader.load_configuration(name, words, run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False)
 
     try:
         cfg = load(asked.overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        problems = compose_problems(error, CONF, asked.overrides, load)
-        sys.exit(redact("\n".join(problems)))
+        sys.exit(redact("\n".join(compose_problems(error, CONF, asked.overrides, load))))
     if asked.multirun:
         cfg.hydra.mode = RunMode.MULTIRUN
     is_sweep = cfg.hydra.mode == RunMode.MULTIRUN

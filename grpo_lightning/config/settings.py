@@ -234,10 +234,10 @@ def _unknown(override: str, conf: Path) -> str:
     part = key.partition(".")[0]
     if having := [name for name in _choices(conf, part) if key in _keys_of(conf / part / f"{name}.yaml")]:
         return f"{override}: needs {' or '.join(f'{part}={name}' for name in having)}"
+    if part in ("trainer", "optimizer"):
+        return f"{override}: unknown; {shlex.quote(f'+{override}')} adds an argument of {part}._target_"
     return unknown_key(key, value if sign else None, [*known_keys(conf), *_HYDRA_KEYS]) or (
-        f"{override}: unknown; {shlex.quote(f'+{override}')} adds an argument of Lightning's Trainer"
-        if part == "trainer"
-        else f"{override}: unknown; `{command_name()} --cfg job` prints the keys"
+        f"{override}: unknown; `{command_name()} --cfg job` prints the keys"
     )
 
 
