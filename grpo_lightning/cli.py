@@ -82,9 +82,7 @@ def main() -> None:
     sys.argv[1:] = normalize_overrides(words)
     asked, unread = get_args_parser().parse_known_args()
     if unread:
-        sys.exit(
-            f"{single_line(unread[0])}: settings are written KEY=VALUE, behind all options; {command_name()} --help"
-        )
+        sys.exit(f"{single_line(unread[0])}: settings are KEY=VALUE, without dashes; {command_name()} --help")
     if asked.config_dir:
         sys.path.append(str(Path(asked.config_dir).absolute()))  # and beside a recipe
     if not asked.multirun:

@@ -194,7 +194,7 @@ def test_the_command_line_answers():
         (["--version"], 0, f"grpo-lightning {__version__}"),
         (["experiment=deepseekmath", "policy=gpt2", "--cfg", "job"], 0, "path: openai-community/gpt2"),
         (["experiment=calculator"], 1, "experiment=calculator_taught hydra.run.dir=runs/calculator_taught` makes"),
-        (["--lr", "1e-3"], 1, "--lr: settings are written KEY=VALUE"),
+        (["--lr", "1e-3"], 1, "--lr: settings are KEY=VALUE"),
         (["rollout.group_sise=4", "stepps=3"], 1, "stepps=3: unknown; the nearest is steps=3"),
         (["trusted=trl"], 1, "trusted=trl"),
         (["-m", "hydra.run.dir=x"], 1, "hydra.run.dir=x: it has no effect with -m; use hydra.sweep.dir=x"),

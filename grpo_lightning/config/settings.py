@@ -234,7 +234,8 @@ def _unknown(override: str, conf: Path) -> str:
     part = key.partition(".")[0]
     if having := [name for name in _choices(conf, part) if key in _keys_of(conf / part / f"{name}.yaml")]:
         return f"{override}: needs {' or '.join(f'{part}={name}' for name in having)}"
-    if part in ("trainer", "optimizer"):
+    beside = [name.rpartition(".")[2] for name in known_keys(conf) if name.startswith(f"{part}.")]
+    if part in ("trainer", "optimizer") and not (translate_key(key) or nearest(key.rpartition(".")[2], beside)):
         return f"{override}: unknown; {shlex.quote(f'+{override}')} adds an argument of {part}._target_"
     return unknown_key(key, value if sign else None, [*known_keys(conf), *_HYDRA_KEYS]) or (
         f"{override}: unknown; `{command_name()} --cfg job` prints the keys"
