@@ -161,6 +161,8 @@ class Run:
                 resume.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
             self._has_started = True
             preflight.announce_memory(self.config, module, self.data, trainer)
+            if is_first_process() and not checkpoint and trainer.num_sanity_val_steps:
+                log_line(f"validation: {len(self.data.validation)} held-out prompts, before the first step")
             trainer.fit(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
         return self
 
