@@ -85,10 +85,6 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         cfg.run_dir = _literal(str(directory))
         for name in given.replaced:
             cfg[name] = placeholder(name, given.objects[name], cfg[name])
-        if "reward" in parts:  # an experiment's settings of other rewards do not apply
-            asked = {word.lstrip("+").split(".")[1] for word in overrides if word.lstrip("+").startswith("reward.")}
-            for name in [name for name, node in cfg.reward.items() if "_target_" not in node and name not in asked]:
-                del cfg.reward[name]
         if "reference" in parts and "loss" not in parts and not (cfg.loss.kl_coef or cfg.rollout.get("kl_penalty")):
             log.warning("reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0")
         if "loss" in parts and (cfg.correction or {}).get("_target_") != "grpo_lightning.loss.no_correction":
@@ -143,6 +139,10 @@ def compose_config(words: Sequence[str], name: str = "train") -> tuple[DictConfi
             OmegaConf.update(cfg, part, _chosen_over_preset(raw(plain)[part], raw(cfg)[part], part), merge=False)
     groups = cfg.hydra.runtime.choices
     OmegaConf.set_struct(cfg, False)
+    if {"reward", "experiment"} <= typed:  # an experiment's settings of rewards that are not chosen do not apply
+        asked = {word.split(".")[1] for word in words if word.lstrip("+").startswith("reward.")}
+        for reward in [key for key, node in cfg.reward.items() if "_target_" not in node and key not in asked]:
+            del cfg.reward[reward]
     del cfg.hydra
     for key in _TEXTS:
         if isinstance(number := OmegaConf.select(cfg, key, throw_on_resolution_failure=False), int | float):

@@ -203,6 +203,8 @@ def test_who_wins():
     config = composed("experiment=open_r1_exercise", "data=jsonl", "data.path=my.jsonl")
     assert (config["data"]["path"], config["data"]["prompts_per_step"]) == ("my.jsonl", 2)
     assert "columns" not in config["data"]
+    assert list(composed("experiment=annealed", "reward=[accuracy]")["reward"]) == ["accuracy"]
+    assert composed("experiment=calculator", "environment=none", "policy=tiny")["environment"] is None
 
 
 @pytest.fixture(scope="module")

@@ -326,6 +326,7 @@ def test_all_unknown_keys_are_told_at_once_and_none_is_added_that_nothing_reads(
         *("algorithm=grop", "stepps=3", "rollout.groupsize=4", "clip_epsilon=0.2"),
     ]
     assert "nonsense=3: nothing reads it" in problems("+nonsense=3")[0]
+    assert "callbacks.mine: nothing reads it" in problems("+callbacks.mine.every=3")[0]
     assert "preflight.promts: nothing reads it" in problems("+preflight.promts=3")[0]
     assert "data.shuffle: unknown" in problems("+data.shuffle=false")[0]
 

@@ -79,6 +79,9 @@ def _key_problems(config: Mapping[str, Any]) -> Iterator[str]:
     for key, value in config.items():
         if key not in TOP:
             yield unknown_key(key, quote_value(str(value)), TOP) or f"{key}={quote_value(str(value))}: nothing reads it"
+    for name, callback in (config.get("callbacks") or {}).items():
+        if callback is not None and not value_at(callback, "_target_"):
+            yield f"callbacks.{name}: nothing reads it, as no _target_ says what it is"
     for key in (config.get("preflight") or {}).keys() - {"prompts"}:
         yield f"preflight.{key}: nothing reads it; there is preflight.prompts"
     for name in (*_OBJECTS, "reward", "callbacks", "environment", *_PRESETS):
