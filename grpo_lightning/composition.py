@@ -141,7 +141,7 @@ def compose_config(words: Sequence[str], name: str = "train") -> tuple[DictConfi
     OmegaConf.set_struct(cfg, False)
     if {"reward", "experiment"} <= typed:  # an experiment's settings of rewards that are not chosen do not apply
         asked = {word.split(".")[1] for word in words if word.lstrip("+").startswith("reward.")}
-        for reward in [key for key, node in cfg.reward.items() if "_target_" not in node and key not in asked]:
+        for reward in [key for key, node in cfg.reward.items() if not value_at(node, "_target_") and key not in asked]:
             del cfg.reward[reward]
     del cfg.hydra
     for key in _TEXTS:
