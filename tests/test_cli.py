@@ -182,11 +182,8 @@ def test_help_fits_a_screen_and_names_every_choice_and_true_defaults():
     known, config = known_keys(CONF), composed()
     for key, value in settings:
         assert key in known or key == "hydra.run.dir" or "NAME" in key or key.endswith("_target_"), key
-        if (
-            value
-            and not key.startswith(("hydra", "reward", "trainer.precision"))
-            and (default := value_at(config, key)) is not None
-        ):
+        default = value_at(config, key)
+        if value and default is not None and not key.startswith(("hydra", "reward", "trainer.precision")):
             assert yaml.safe_load(value) == default or float(value) == default, key
 
 
