@@ -57,7 +57,7 @@ def test_a_run_that_was_killed_continues_as_one_that_was_not(tmp_path):
     time.sleep(1)
     assert alive(str(tmp_path / "mark")) == []  # nothing of the engine is left
     assert torch.load(tmp_path / "killed" / "checkpoints" / "last.ckpt", weights_only=True)["step"]["completed"] == 2
-    train(tmp_path / "killed", "checkpoint=last")
+    train(tmp_path / "killed", "~callbacks.kill", "checkpoint=last")
     assert summary(tmp_path / "killed")["steps"] == 4
     for (name, one), other in zip(weights(tmp_path / "whole").items(), weights(tmp_path / "killed").values()):
         assert torch.allclose(one, other, atol=1e-5), name
