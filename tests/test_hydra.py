@@ -106,8 +106,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 def state():
     path = [place for place in sys.path if place not in ("", os.getcwd())]
-    found = {"Popen": subprocess.Popen.__init__, "import": builtins.__import__, "finders": [f for f in sys.meta_path if "grpo" in repr(f)]}
-    found |= {"path": path, "PATH": os.environ["PATH"], "load": torch.load}
+    found = {"Popen": subprocess.Popen.__init__, "import": builtins.__import__, "path": path}
+    found |= {"finders": [finder for finder in sys.meta_path if "grpo" in repr(finder)], "load": torch.load}
     for name in known:
         found |= {f"{name}.{key}": value for key, value in vars(sys.modules[name]).items() if callable(value)}
     return found
