@@ -165,8 +165,10 @@ def argument_problems(node: Mapping[str, Any], key: str, trusted: Collection[str
     required = [name for name, p in named.items() if p.default is p.empty and p.kind is not p.POSITIONAL_ONLY]
     if (missing := [name for name in required if name not in node]) and not node.get("_partial_"):
         yield f"{key}: {target} needs {', '.join(missing)} (or `_partial_: true`, which passes on the function itself)"
-    made = inspect.signature(member).return_annotation  # functions of ours pass the rest on to what they return
-    if inspect.isclass(made) and str(made.__module__).startswith("grpo_lightning.") and not inspect.isclass(member):
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        made = inspect.signature(member).return_annotation  # functions of ours pass the rest on to what they return
+        if not (inspect.isclass(made) and made.__module__.startswith("grpo_lightning.")):
+            return
         parameters = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
         parameters |= inspect.signature(made).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
