@@ -124,9 +124,10 @@ def _continued(overrides: list[str]) -> list[str]:
 
 
 def _take_directory(cfg: DictConfig) -> None:
-    """Make a run directory that no other process has, where a time names it; a sweep has one of its own."""
-    if cfg.hydra.mode != RunMode.MULTIRUN and "${now:" in raw(cfg)["hydra"]["run"]["dir"]:
-        _taken.append(f"hydra.run.dir={quote_value(str(new_directory(cfg.hydra.run.dir)))}")
+    """Make a directory that no other run or sweep has, where a time names it."""
+    kind = "sweep" if cfg.hydra.mode == RunMode.MULTIRUN else "run"
+    if "${now:" in raw(cfg)["hydra"][kind]["dir"]:
+        _taken.append(f"hydra.{kind}.dir={quote_value(str(new_directory(cfg.hydra[kind].dir)))}")
         sys.argv.append(_taken[-1])
 
 
