@@ -85,10 +85,9 @@ def main() -> None:
         sys.exit(f"{single_line(unread[0])}: settings are KEY=VALUE, without dashes; {command_name()} --help")
     if asked.config_dir:
         sys.path.append(str(Path(asked.config_dir).absolute()))  # and beside a recipe
-    if not asked.multirun:
-        options = [word for word in sys.argv[1:] if word not in asked.overrides]
-        asked.overrides = _continued(asked.overrides)
-        sys.argv[1:] = [*options, *asked.overrides]
+    options = [word for word in sys.argv[1:] if word not in asked.overrides]
+    asked.overrides = asked.overrides if asked.multirun else _continued(asked.overrides)
+    sys.argv[1:] = [*options, *asked.overrides]  # so that further overrides may follow
     status = 1
     try:
         with signals.exiting():  # until a run listens itself, a signal has nothing to save
