@@ -202,7 +202,7 @@ def test_who_wins():
     assert config["validation"]["max_new_tokens"] == 256
     config = composed("experiment=open_r1_exercise", "data=jsonl", "data.path=my.jsonl")
     assert (config["data"]["path"], config["data"]["prompts_per_step"]) == ("my.jsonl", 2)
-    assert "columns" not in config["data"]
+    assert config["data"].get("columns") is None
     assert list(composed("experiment=annealed", "reward=[accuracy]")["reward"]) == ["accuracy"]
     assert composed("experiment=calculator", "environment=none", "policy=tiny")["environment"] is None
 
