@@ -3,9 +3,21 @@
 Figures are bytes that one process allocates. Python, the libraries and what an allocator keeps for later come on top.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpo_lightning.console import log_line, wrap
+from grpo_lightning.distributed.devices import is_first_process
+from grpo_lightning.distributed.strategies import trainer_shards
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+log = logging.getLogger(__name__)
 
 GiB = float(2**30)
 COPIED = {"cpu": 4 << 20, "cuda": 32 << 20}
@@ -126,10 +138,32 @@ def format_prediction(parts: Mapping[str, float]) -> str:
     return f"memory: {parts['peak'] / GiB:.2f} GiB at most{f' ({listed})' * bool(listed)}, predicted"
 
 
-def is_predictable(config: Mapping[str, Any]) -> bool:
-    """Whether the settings are those of a GRPO run, and no part of them is an object."""
+def announce_memory(config: Mapping[str, Any], module: Any, data: Any, trainer: "Trainer") -> dict[str, float]:
+    """Print the memory that a run needs, and warn where a GPU has less; returns the bytes by part, if predictable."""
+    shape = module.policy.shape()
     parts = ("policy", "loss", "rollout", "reference", "data", "trainer", "module", "optimizer")
-    return all(isinstance(config.get(name), Mapping) for name in parts) and "rollout" in config["module"]
+    is_described = all(isinstance(config.get(name), Mapping) for name in parts)  # no part is an object
+    if shape is None or not is_described or "rollout" not in config["module"] or not is_first_process():
+        return {}
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    first = [data.validation[number][0] for number in range(min(64, len(data.validation)))]
+    load = workload(
+        config,
+        processes=trainer.world_size,
+        is_sharded=trainer_shards(trainer),
+        on_cpu=on_cpu,
+        prompt_tokens=max(module.policy.count_tokens(first)),
+    )
+    predicted = predict(shape, load)
+    for line in wrap(format_prediction(predicted)):
+        log_line(line)
+    if not on_cpu and predicted["peak"] > (available := torch.cuda.mem_get_info()[1]):
+        log.warning(
+            "the GPU has %.1f GiB: trainer=fsdp, policy.gradient_checkpointing=true, a smaller "
+            "module.microbatch_tokens, loss.kl_coef=0 or policy.adapter need less",
+            available / GiB,
+        )
+    return predicted
 
 
 def workload(

@@ -1,6 +1,5 @@
 """Preflight: what a run would do with its own policy, rewards and settings, measured before its first step."""
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,21 +12,17 @@ import torch
 from torch import Tensor
 
 from grpo_lightning import memory
-from grpo_lightning.console import log_line, redact_config, wrap, write_json
+from grpo_lightning.console import log_line, redact_config, write_json
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.datamodule import collate, prompt_index
 from grpo_lightning.distributed.devices import is_first_process
-from grpo_lightning.distributed.strategies import trainer_shards
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.module.base import StepModule
 from grpo_lightning.rollout import Collected
 from grpo_lightning.schedule import resolve_schedules
 from grpo_lightning.types import Scored
 
 if TYPE_CHECKING:
     from lightning import Trainer
-
-log = logging.getLogger(__name__)
 
 LOW_SIGNAL = 0.2
 """Share of groups with signal below which learning is slow, as in docs/metrics.md."""
@@ -168,36 +163,6 @@ def _reward(name: str, values: Tensor, collected: Sequence[Collected]) -> dict[s
         "failed": sum(failed) / len(failed) if failed else None,
         **{k: None if v is None else float(v) for k, v in zip(("mean", "std", "min", "max"), spread, strict=True)},
     }
-
-
-def announce_memory(
-    config: Mapping[str, Any], module: StepModule, data: PromptData, trainer: "Trainer"
-) -> dict[str, float]:
-    """Print the memory that a run needs, and warn where a GPU has less; returns the bytes by part, if predictable."""
-    shape = module.policy.shape()
-    if shape is None or not memory.is_predictable(config) or not is_first_process():
-        return {}
-    on_cpu = trainer.strategy.root_device.type == "cpu"
-    first = [data.validation[number][0] for number in range(min(64, len(data.validation)))]
-    parts = memory.predict(
-        shape,
-        memory.workload(
-            config,
-            processes=trainer.world_size,
-            is_sharded=trainer_shards(trainer),
-            on_cpu=on_cpu,
-            prompt_tokens=max(module.policy.count_tokens(first)),
-        ),
-    )
-    for line in wrap(memory.format_prediction(parts)):
-        log_line(line)
-    if not on_cpu and parts["peak"] > (available := torch.cuda.mem_get_info()[1]):
-        log.warning(
-            "the GPU has %.1f GiB: trainer=fsdp, policy.gradient_checkpointing=true, a smaller "
-            "module.microbatch_tokens, loss.kl_coef=0 or policy.adapter need less",
-            available / memory.GiB,
-        )
-    return parts
 
 
 def advice(facts: Mapping[str, Any]) -> Iterator[str]:

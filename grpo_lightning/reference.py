@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from grpo_lightning.policy import Policy
 from grpo_lightning.policy.base import is_adapted
-from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
 from grpo_lightning.types import Rollout, Sampled
@@ -69,6 +68,8 @@ def of_model(policy: Policy, model: nn.Module) -> Policy:
     """A model of the policy's kind that a program has loaded itself, frozen, with the policy's tokenizer."""
     if model is getattr(policy, "model", None):
         raise ValueError("reference: the policy's own model would be trained; use copy.deepcopy(model)")
+    from grpo_lightning.policy.generic import GenericPolicy
+
     if not isinstance(policy, HFPolicy | GenericPolicy):
         raise ValueError(f"reference={type(model).__name__}: with a {type(policy).__name__} use a Policy")
     return type(policy)(model, policy.tokenizer).requires_grad_(False).eval()

@@ -17,7 +17,7 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from grpo_lightning import preflight
+from grpo_lightning import memory
 from grpo_lightning.callbacks.export import check_replaceable, export
 from grpo_lightning.checkpoint import lock, resume
 from grpo_lightning.checkpoint.policy import check_weights, load_checkpoint
@@ -160,7 +160,7 @@ class Run:
             if is_first_process() and (checkpoint or not module.completed_steps):
                 resume.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
             self._has_started = True
-            preflight.announce_memory(self.config, module, self.data, trainer)
+            memory.announce_memory(self.config, module, self.data, trainer)
             if is_first_process() and not checkpoint and trainer.num_sanity_val_steps:
                 log_line(f"validation: {len(self.data.validation)} held-out prompts, before the first step")
             trainer.fit(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
@@ -187,6 +187,8 @@ class Run:
 
     def preflight(self) -> dict[str, Any]:
         """Say what the run would do, after a look at some of its prompts, and write ``preflight.json``."""
+        from grpo_lightning import preflight
+
         with self._recorded("preflight") as checkpoint, isolate_rng():
             module, trainer = self.module, self.trainer
             load_checkpoint(module, checkpoint)
@@ -195,7 +197,7 @@ class Run:
                 self.data,
                 trainer,
                 prompts=self.config["preflight"]["prompts"],
-                predicted=preflight.announce_memory(self.config, module, self.data, trainer),
+                predicted=memory.announce_memory(self.config, module, self.data, trainer),
                 directory=self.directory,
             )
 

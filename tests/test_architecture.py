@@ -4,6 +4,9 @@ A part is a folder or a file at the top of the package.
 """
 
 import ast
+import json
+import os
+import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -59,7 +62,6 @@ WITHOUT_TORCH = {
     "composition",
     "console",
     "environment",
-    "memory",
     "report",
     "reward",
     "sandbox",
@@ -158,3 +160,43 @@ def test_the_code_stays_within_its_budgets():
         assert sum(len(path.read_text().splitlines()) for path in paths) <= lines, folder
     for page, lines in PAGES.items():
         assert len((ROOT / page).read_text().splitlines()) <= lines, page
+
+
+PROFILED = """
+import json, runpy, sys
+
+entered, before, steps = set(), [], 0
+
+def profile(frame, event, argument):
+    global steps
+    code = frame.f_code
+    if "/grpo_lightning/" not in code.co_filename:
+        return
+    is_step = code.co_name == "training_step"
+    if event == "call":
+        steps += is_step
+        if is_step and steps == 1:
+            before.extend(sorted(entered))
+        if is_step and steps == 3:
+            entered.clear()
+        entered.add(code.co_filename)
+    elif event == "return" and is_step and steps == 3:
+        with open("files.json", "w") as file:
+            json.dump([before, sorted(entered)], file)
+
+sys.setprofile(profile)
+script = sys.argv.pop(1)
+sys.argv[0] = script
+runpy.run_path(script, run_name="__main__")
+"""
+FILES_BEFORE_A_STEP, FILES_IN_A_STEP = 70, 30
+"""Files of the package that a default run executes, imports included, before its first step; enters in its third."""
+
+
+@pytest.mark.slow
+def test_a_default_run_needs_few_files(tmp_path):
+    command = [sys.executable, "-c", PROFILED, str(ROOT / "train.py"), "steps=3", f"hydra.run.dir={tmp_path / 'run'}"]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=600)
+    before, step = json.loads((tmp_path / "files.json").read_text())
+    assert len(before) <= FILES_BEFORE_A_STEP, before
+    assert len(step) <= FILES_IN_A_STEP, step
