@@ -311,11 +311,7 @@ def _check_environment(policy: "Policy", environment: "Environment") -> None:
 
 
 def _with_callbacks(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A trainer's settings without its callbacks, and arguments with these, built.
-
-    Where none of them keeps checkpoints, Lightning is told to keep none: else it would add a ``ModelCheckpoint`` of its
-    own, which writes where the first logger's texts lead.
-    """
+    """A trainer's settings without its callbacks, and these, built: Lightning keeps no checkpoints where none does."""
     from lightning.pytorch.callbacks import Checkpoint
 
     rest = dict(trainer)

@@ -54,7 +54,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
-def is_secret_key(key: str) -> bool:
+def _is_secret(key: str) -> bool:
     """Whether a key or the name of a variable says that its value is secret."""
     return bool(_SECRET_KEY.search(key)) and not _PLAIN_KEY.search(key)
 
@@ -62,18 +62,18 @@ def is_secret_key(key: str) -> bool:
 def redact(text: str) -> str:
     """``text`` without keys of well-known services and without the values of settings that are named as secrets."""
     text = _TOKEN.sub(REDACTED, text)
-    text = _PAIR.sub(lambda match: f"{match[1]}{REDACTED}" if is_secret_key(match[2]) else match[0], text)
-    return _SETTING.sub(lambda match: f"{match[1]}={REDACTED}" if is_secret_key(match[1]) else match[0], text)
+    text = _PAIR.sub(lambda match: f"{match[1]}{REDACTED}" if _is_secret(match[2]) else match[0], text)
+    return _SETTING.sub(lambda match: f"{match[1]}={REDACTED}" if _is_secret(match[1]) else match[0], text)
 
 
 def redact_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings without secrets; references such as ``${oc.env:HF_TOKEN}`` stay."""
-    return {key: _redact_value(value, is_secret_key(str(key))) for key, value in config.items()}
+    return {key: _redact_value(value, _is_secret(str(key))) for key, value in config.items()}
 
 
 def _redact_value(value: Any, is_secret: bool) -> Any:
     if isinstance(value, Mapping):
-        return {key: _redact_value(item, is_secret or is_secret_key(str(key))) for key, item in value.items()}
+        return {key: _redact_value(item, is_secret or _is_secret(str(key))) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_redact_value(item, is_secret) for item in value]
     is_reference = isinstance(value, str) and value.startswith("${") and value.endswith("}")
@@ -90,7 +90,7 @@ def redact_overrides(words: Sequence[str]) -> list[str]:
 def _redact_word(word: str) -> str:
     key, sign, value = word.partition("=")
     names = [key.rpartition(".")[2].lstrip("+~"), *(_NAME.findall(value) if "{" in value else ())]
-    return f"{key}={REDACTED}" if sign and any(map(is_secret_key, names)) else word
+    return f"{key}={REDACTED}" if sign and any(map(_is_secret, names)) else word
 
 
 def escape_control(text: str) -> str:
