@@ -450,6 +450,9 @@ def _run_overrides(directory: Path, words: Sequence[str]) -> list[str]:
         raise ValueError(f"{directory} has no .hydra/overrides.yaml, which says how its run was set")
 
     recorded = [str(word) for word in OmegaConf.load(file)]
+    for key in (word.partition("=")[0] for word in recorded if REDACTED in word):
+        if is_first_process() and not any(word.startswith(f"{key}=") for word in words):
+            print_line(f"{key}: its value is secret and was not recorded; give it again")
 
     def still_holds(word: str) -> bool:
         if REDACTED in word or word.startswith(("sweep", "mode=", "checkpoint=")):
