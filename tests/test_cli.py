@@ -26,6 +26,7 @@ from tests.support.composed import CONF, ROOT, composed
 from tests.support.running import SMALL
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+HEAVY = {"torch", "lightning", "transformers", "datasets", "numpy", "peft", "bitsandbytes", "reasoning_gym", "sympy"}
 REWARDS = """
 import ctypes
 calls = []
@@ -188,7 +189,7 @@ def test_help_fits_a_screen_and_names_every_choice_and_true_defaults():
 
 
 @pytest.mark.slow
-def test_the_command_line_answers():
+def test_the_command_line_answers_without_torch():
     for words, status, text in (
         (["--help"], 0, "algorithm    cispo dapo dr_grpo"),
         (["--help-all", "steps=3"], 0, "steps: 3"),
@@ -197,13 +198,17 @@ def test_the_command_line_answers():
         (["experiment=calculator"], 1, "experiment=calculator_taught hydra.run.dir=runs/calculator_taught` makes"),
         (["--lr", "1e-3"], 1, "--lr: settings are KEY=VALUE"),
         (["rollout.group_sise=4", "stepps=3"], 1, "stepps=3: unknown; the nearest is steps=3"),
-        (["trusted=trl"], 1, "trusted=trl"),
+        (["trusted=trl", "steps=-1"], 1, "steps=-1: must be"),
+        (["reward=[accuracy,formt]"], 1, "the nearest is format"),
+        (["loss.kl._target_=os.system"], 1, "loss.kl._target_=os.system"),
         (["-m", "hydra.run.dir=x"], 1, "hydra.run.dir=x: it has no effect with -m; use hydra.sweep.dir=x"),
         (["+hydra.callbacks.x={_target_: os.system}"], 1, "hydra.callbacks.x._target_=os.system"),
     ):
-        words = [sys.executable, "train.py", *words]
-        done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == status, done.stderr
+        command = [sys.executable, "-X", "importtime", "train.py", *words]
+        done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        lines = done.stderr.splitlines()
+        imported = {line.split("|")[-1].strip().split(".")[0] for line in lines if line.startswith("import time:")}
+        assert (done.returncode, imported & HEAVY) == (status, set()), (words, lines[-5:])
         assert text in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
 
