@@ -40,6 +40,10 @@ class ObjectOverrides:
         """Let an object stand for a whole part."""
         if isinstance(value, str | int | float | Mapping):
             raise _unfit(name, value, f"an object; settings are texts, such as '{name}=NAME' and '{name}.KEY=VALUE'")
+        if name in ("advantage", "optimizer", "schedule") and not callable(value):
+            raise _unfit(
+                name, value, "a function, as functools.partial(torch.optim.AdamW, lr=1e-6) is for an optimizer"
+            )
         self.replaced.append(name)
         self.objects[name] = value
 
