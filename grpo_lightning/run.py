@@ -34,7 +34,7 @@ from grpo_lightning.console import (
     utc_now,
     write_summary,
 )
-from grpo_lightning.data import PromptData, completion_limits
+from grpo_lightning.data import PromptData, check_readable, completion_limits
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.distributed.ranks import lost_contact
@@ -101,7 +101,14 @@ class Run:
         """The ``LightningModule``, whose policy knows how long prompts are: those of `data` that fit remain."""
         data = self.data
         self._announce("policy")
+        training, settings = self.config["mode"] != "validate", self.config["policy"]
+        if is_loaded := settings["_target_"] == "grpo_lightning.policy.loading.load":
+            from grpo_lightning.policy.loading import load_chat
+
+            check_readable(data, load_chat(**settings), training=training)  # before the weights are read
         policy = self.build("policy")
+        if not is_loaded:
+            check_readable(data, policy.chat, training=training)
         data.limit_prompts(policy.count_tokens)
         self._take_over(data)
         for key, tokens in completion_limits(data, policy, self.config, fixed=self._is_fixed).items():

@@ -144,6 +144,9 @@ def test_messages_that_a_template_would_lose_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             chat.render(prompt)
+    cutting = chatml(chat=True)
+    cutting.chat_template = "{% for m in messages %}{{ m['content'].replace('/no_think', '') }}{% endfor %}"
+    assert ChatTokenizer(cutting, system_prompt="Be brief. /no_think").render("a") == "Be brief. a"
     # earlier thoughts may be dropped, and one message of the user has no role to lose
     thought = {"role": "assistant", "content": "<think>Hm.</think>4"}
     asked = {"role": "user", "content": "2 + 2?"}

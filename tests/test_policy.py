@@ -1,5 +1,6 @@
 """Sampling and scoring of real architectures against transformers' own forward pass and against each other."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -72,6 +73,26 @@ def test_greedy_decoding_is_that_of_generate_and_an_export_is_the_same_model(any
     again.generation_config = GenerationConfig()
     expected = again.generate(ids, attention_mask=torch.ones_like(ids), generation_config=GenerationConfig(**greedy))
     assert sampled.ids.tolist() == expected.tolist()
+
+
+def test_an_export_is_read_by_transformers_4_too(tmp_path):
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+    policy = opened(write_checkpoint(tmp_path / "model", "llama", chat=True, rope_parameters=scaled))
+    policy.model.generation_config = GenerationConfig(temperature=0.6, eos_token_id=[1, 2])  # not without do_sample
+    policy.export(tmp_path / "export")
+    config, words = (
+        json.loads((tmp_path / "export" / f"{name}config.json").read_text()) for name in ("", "tokenizer_")
+    )
+    assert (config["rope_theta"], config["rope_scaling"]) == (5000.0, {"rope_type": "linear", "factor": 2.0})
+    assert config["rope_parameters"] == scaled
+    assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not {"is_local", "backend", "local_files_only"} & words.keys()
+    again = opened(tmp_path / "export")
+    ids = torch.tensor(policy.tokenize(["The meaning of life is"]))
+    assert torch.equal(again.model(ids).logits, policy.model(ids).logits)
+    assert again.tokenize(["<|im_end|> is"]) == policy.tokenize(["<|im_end|> is"])
+    assert again.model.generation_config.eos_token_id == [1, 2]
+    assert policy.model.generation_config.do_sample is not True
 
 
 def test_the_token_with_which_a_text_is_reached(policy):

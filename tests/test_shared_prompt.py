@@ -10,12 +10,10 @@ from torch.testing import assert_close
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, gspo, k3
-from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.base import base_of
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
 from grpo_lightning.policy.shared_prompt import SharedPath, check
-from grpo_lightning.sampler.native import shared_prompt_cache as cache
 from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep
 from grpo_lightning.transformer.attention import Stream
 from grpo_lightning.transformer.logprobs import separate
@@ -136,29 +134,6 @@ def test_all_rows_may_be_empty(checkpoints):
     policy.zero_grad()
     logprobs.sum().backward()  # as when all completions were cut and rollout.mask_truncated leaves them out
     assert all(parameter.grad.count_nonzero() == 0 for parameter in policy.parameters())
-
-
-@pytest.mark.parametrize(  # a prompt's keys once per group, copied later, copied at first
-    ("policy", "copied", "fused"),
-    [
-        *(("llama", 0, True), ("gpt2", 1 << 20, False)),
-        *(slow("qwen2", 8000, True), slow("qwen3", 0, False), slow("gemma", 1 << 20, True), slow("mistral", 0, True)),
-    ],
-    indirect=["policy"],
-)
-def test_every_way_to_sample_gives_the_same(policy, monkeypatch, copied, fused):
-    sampling = replace(FREE, max_new_tokens=150, temperature=1.3)  # longer than the first room for keys and values
-    plain = opened(policy.model.config._name_or_path, share_prompts=False)
-    policy.end_ids = plain.end_ids = list(range(16))
-    expected = generate(plain, PROMPTS, group_size=6, sampling=sampling, seed=3)
-    assert expected.mask.sum(-1).unique().numel() > 6
-    monkeypatch.setitem(COPIED, "cpu", copied)
-    monkeypatch.setattr(cache, "PREFILL_TOKENS", 12)
-    policy._shared_path(1)  # after its check
-    policy._uses_fused_decode = fused
-    found = generate(policy, PROMPTS, group_size=6, sampling=sampling, seed=3)
-    assert found.texts == expected.texts
-    assert_close((found.logprobs, found.entropy), (expected.logprobs, expected.entropy), rtol=0, atol=2e-4)
 
 
 def test_what_is_computed_once(checkpoints, monkeypatch):

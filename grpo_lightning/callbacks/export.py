@@ -77,8 +77,9 @@ def export(
         try:
             staged.mkdir(parents=True)
             policy.export(staged, weights)
-            is_hf = (staged / "config.json").exists()
-            (staged / "README.md").write_text(model_card(metrics, settings, is_hf=is_hf), encoding="utf-8")
+            config = staged / "config.json"
+            version = json.loads(config.read_text())["transformers_version"] if config.exists() else None
+            (staged / "README.md").write_text(model_card(metrics, settings, transformers=version), encoding="utf-8")
             for path in staged.iterdir():  # safetensors makes files that only their owner can read
                 path.chmod(staged.stat().st_mode & 0o666)
         except BaseException:
@@ -104,16 +105,17 @@ def check_replaceable(directory: Path, *, key: str = "callbacks.export.directory
     )
 
 
-def model_card(metrics: Mapping[str, float], settings: Mapping[str, Any], *, is_hf: bool = True) -> str:
-    """A model card with the base model, the settings and the result; without ``is_hf`` of a program's own module."""
+def model_card(metrics: Mapping[str, float], settings: Mapping[str, Any], *, transformers: str | None) -> str:
+    """A model card with base model, settings and result; ``transformers`` is the version that wrote it, if one did."""
     base = settings.get("policy", {}).get("path", "a model of a program")
-    library, use = ("transformers", _LOAD_MODEL) if is_hf else ("pytorch", _LOAD_STATE)
+    library, use = ("transformers", _LOAD_MODEL) if transformers else ("pytorch", _LOAD_STATE)
+    written = f" Written by transformers {transformers}; transformers 4 reads it, too." if transformers else ""
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in sorted(metrics.items()) if name.startswith("val/"))
     return (
         f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [grpo, reinforcement-learning]\n---\n\n"
         f"# A policy trained from `{base}`\n\n"
         f"Post-{_MADE_BY} {__version__}: group relative policy optimization "
-        "([arXiv:2402.03300](https://arxiv.org/abs/2402.03300)) and its variants.\n\n"
+        f"([arXiv:2402.03300](https://arxiv.org/abs/2402.03300)) and its variants.{written}\n\n"
         f"| metric | value |\n|---|---|\n{rows}\n\n"
         f"```python\n{use}```\n\n"
         f"<details><summary>Settings</summary>\n\n```json\n{json.dumps(settings, indent=2, default=str)}\n```\n\n"

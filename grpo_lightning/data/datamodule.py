@@ -23,6 +23,7 @@ from grpo_lightning.types import Prompt, Prompts
 
 if TYPE_CHECKING:
     from grpo_lightning.policy import Policy
+    from grpo_lightning.policy.chat import ChatTokenizer
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1024  # prompts that are measured at once
@@ -404,6 +405,16 @@ def collate(source: Source, indices: Iterable[int]) -> Prompts:
     """A batch of some rows, which knows where each comes from."""
     indices = list(indices)
     return Prompts.collate([source[i] for i in indices], [origin(source, i) for i in indices])
+
+
+def check_readable(data: PromptData, chat: "ChatTokenizer", *, training: bool) -> None:
+    """Check that a tokenizer and its chat template show every prompt, of those that are made on access the first."""
+    rows = [
+        (source, index)
+        for source in data.load(training=training)
+        for index in range(min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source))
+    ]
+    chat.check_prompts((source[index][0] for source, index in rows), lambda number: origin(*rows[number]))
 
 
 def completion_limits(

@@ -7,7 +7,7 @@ conversation in which a mark stands for the model's turn, and what it puts behin
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -109,7 +109,7 @@ class ChatTokenizer:
                 raise ValueError(f"message {number} has the role {role!r}; chat templates call it {_ROLES[role]!r}")
             if role == "assistant":  # whose thoughts many templates drop
                 content = _THOUGHTS.sub("", content).rpartition("</think>")[2].strip()
-            if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+            if not (_shows(text, content) or _shows(text, json.dumps(content, ensure_ascii=False)[1:-1])):
                 whose = "policy.system_prompt" if message in self._opening else f"message {number} of the role {role!r}"
                 raise ValueError(f"the chat template drops {whose}: {content[:80]!r}")
         return text
@@ -120,7 +120,7 @@ class ChatTokenizer:
         That is a last message of the assistant, or tags that the prompt ends with, such as ``<think>``. Completions
         begin behind it.
         """
-        if not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt):
+        if _is_ids(prompt):
             return ""
         messages = self._messages(cast(Any, prompt))
         if self.uses_template and messages[-1]["role"] == "assistant":
@@ -128,9 +128,34 @@ class ChatTokenizer:
         found = _OPENED.search(self.render(cast(Any, prompt)))
         return found[0] if found and not (self._special and self._special.search(found[0])) else ""
 
+    def check_prompts(self, prompts: Iterable[Prompt], origin: Callable[[int], str]) -> None:
+        """Check that every prompt can be read, and warn of special tokens where texts cannot be told from the template.
+
+        Args:
+            prompts: All prompts.
+            origin: The number of a prompt -> where it comes from, such as a file and a line.
+
+        Raises:
+            ValueError: As `render`; says of how many prompts, and where the first comes from.
+        """
+        problems, special, total = list[str](), list[str](), 0
+        for total, prompt in enumerate(prompts, 1):
+            try:
+                if not _is_ids(prompt):
+                    self.render(cast(Any, prompt))
+            except ValueError as error:
+                problems.append(str(error) if problems else f"{origin(total - 1)}: {error}")
+            if not self.uses_template and (found := self.special_text(prompt)):
+                special.append(found if special else f"{origin(total - 1)} holds {found!r}")
+        if problems:
+            others = f" (the first of {len(problems)} such prompts of {total})" if len(problems) > 1 else ""
+            raise ValueError(problems[0] + others)
+        if special:
+            log.warning("special tokens in plain text are read as such: %s, the first of %d", special[0], len(special))
+
     def special_text(self, prompt: Prompt) -> str | None:
         """The first special token that a prompt's own text holds; None: there is none."""
-        if self._special is None or (not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt)):
+        if self._special is None or _is_ids(prompt):
             return None
         texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in cast(Any, prompt)]
         return next((found[0] for found in map(self._special.search, texts) if found), None)
@@ -144,7 +169,7 @@ class ChatTokenizer:
         Raises:
             ValueError: A prompt has no tokens; or as `render`.
         """
-        is_text = [isinstance(prompt, str) or not all(isinstance(one, int) for one in prompt) for prompt in prompts]
+        is_text = [not _is_ids(prompt) for prompt in prompts]
         texts = [self.render(cast(Any, prompt)) if text else "" for prompt, text in zip(prompts, is_text, strict=True)]
         encoded = self._tokenizer(texts, add_special_tokens=not self.uses_template)["input_ids"]
         tokens = list[list[int]]()
@@ -352,6 +377,16 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
 def _same(one: str, other: str) -> bool:
     """Whether two texts are equal up to thoughts, which templates may drop, and space at their ends."""
     return _THOUGHTS.sub("", one).rstrip() == _THOUGHTS.sub("", other).rstrip()
+
+
+def _shows(text: str, content: str) -> bool:
+    """Whether a text holds a message, or half of it: templates cut switches such as ``/no_think`` off."""
+    half = len(content) // 2 if len(content) > 8 else len(content)
+    return content[:half] in text or content[len(content) - half :] in text
+
+
+def _is_ids(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt)
 
 
 def _continuation(opening: str, text: str) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -378,31 +377,19 @@ def shape_of(model: Any) -> Shape:
 
 
 @cache
-def matmul_rate(hidden: int, *, device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+def matmul_rate(hidden: int, *, device: torch.device, dtype: torch.dtype) -> float:
     """The best rate of a product of [2048, H] by [H, 4 H], in floating-point operations per second; measured once."""
+    from torch.utils.benchmark import Timer  # which few runs need before the first step
+
     # Not ones, nor zeros: a GPU draws less power for them and runs faster than it ever would.
     numbers = torch.Generator(device).manual_seed(0)
     left, right = (
         torch.randn(shape, device=device, dtype=dtype, generator=numbers)
         for shape in ((2048, hidden), (hidden, 4 * hidden))
     )
-    on_gpu = device.type == "cuda"
-    queued = 20 if on_gpu else 1  # so that starting a product is hidden by those before it
-
-    def once() -> float:
-        started = perf_counter()
-        for _ in range(queued):
-            left @ right
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        return (perf_counter() - started) / queued
-
-    once()  # it may load libraries
+    timer = Timer("left @ right", globals={"left": left, "right": right}, num_threads=torch.get_num_threads())
     # The best of several: whatever else the machine does can only make one slower.
-    best, until = once(), perf_counter() + seconds
-    while perf_counter() < until:
-        best = min(best, once())
-    return 2 * 2048 * hidden * 4 * hidden / best
+    return 2 * 2048 * hidden * 4 * hidden / min(timer.blocked_autorange(min_run_time=0.2).times)
 
 
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
