@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +53,24 @@ MAX_SECONDS = 120.0
 """That a run may take, starting Python included."""
 
 
-@dataclass
 class Started:
-    """A run in processes of its own."""
+    """train.py in a session of its own, continuing what a directory holds."""
 
-    directory: Path
-    process: subprocess.Popen[bytes]
+    def __init__(self, directory: Path, settings: tuple[str, ...]) -> None:
+        self.log, self.notes = directory.with_suffix(".log"), directory.with_suffix(".phases")
+        self.notes.unlink(missing_ok=True)
+        callback = f"+callbacks.phases={{_target_: tests.support.killing.Phases, path: '{self.notes}'}}"
+        own = (f"hydra.run.dir={directory}", "checkpoint=last", callback)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "train.py", *COMMON, *settings, *own]
+        with self.log.open("wb") as log:
+            streams: Any = {"stdout": log, "stderr": log}
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
 
     @property
     def phases(self) -> list[str]:
         """What it has come to, from its first step on."""
-        path = self.directory.with_suffix(".phases")
-        return path.read_text().splitlines() if path.exists() else []
-
-    @property
-    def output(self) -> str:
-        """The last of what it printed."""
-        lines = self.directory.with_suffix(".log").read_text(errors="replace").splitlines()
-        return " | ".join(lines[-8:])[-1500:]
+        return self.notes.read_text().splitlines() if self.notes.exists() else []
 
     def first_phase(self) -> float:
         """The moment at which its first phase begins."""
@@ -88,29 +87,16 @@ class Started:
     def finish(self) -> float:
         """Seconds from its first phase to its last; RuntimeError if it failed, or took too long."""
         since = self.first_phase()
-        while self.process.poll() is None and "end" not in self.phases:
+        while self.process.poll() is None and "end" not in self.phases and time.monotonic() - since < MAX_SECONDS:
             time.sleep(0.02)
-            if time.monotonic() - since > MAX_SECONDS:
-                self.kill()
-                raise RuntimeError(f"no end after {MAX_SECONDS:.0f} s: {self.output}")
         took = time.monotonic() - since
+        if took >= MAX_SECONDS:
+            self.kill()
         if status := self.process.wait(MAX_SECONDS):
-            raise RuntimeError(f"exit status {status}: {self.output}")
+            raise RuntimeError(
+                f"exit status {status} after {took:.0f} s: {self.log.read_text(errors='replace')[-1500:]}"
+            )
         return took
-
-
-def start(directory: Path, settings: tuple[str, ...]) -> Started:
-    """Start train.py in a session of its own, continuing what the directory holds."""
-    phases = directory.with_suffix(".phases")
-    phases.unlink(missing_ok=True)
-    callback = f"+callbacks.phases={{_target_: tests.support.killing.Phases, path: '{phases}'}}"
-    own = (f"hydra.run.dir={directory}", "checkpoint=last", callback)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "train.py", *COMMON, *settings, *own]
-    with directory.with_suffix(".log").open("wb") as log:
-        streams: Any = {"stdout": log, "stderr": log}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
-    return Started(directory, process)
 
 
 def broken(directory: Path, settings: tuple[str, ...], seconds: float, chance: random.Random, most: int) -> list[str]:
@@ -118,7 +104,7 @@ def broken(directory: Path, settings: tuple[str, ...], seconds: float, chance: r
     places: list[str] = []
     wanted = chance.randint(1, most)
     while len(places) < wanted:
-        run = start(directory, settings)
+        run = Started(directory, settings)
         due = run.first_phase() + chance.uniform(0.0, seconds * (1 if not places else 0.5))
         while time.monotonic() < due and run.process.poll() is None:
             time.sleep(min(0.002, max(0.0, due - time.monotonic())))
@@ -127,7 +113,7 @@ def broken(directory: Path, settings: tuple[str, ...], seconds: float, chance: r
             break
         run.kill()
         places.append((run.phases or ["before the first step"])[-1])
-    start(directory, settings).finish()
+    Started(directory, settings).finish()
     return places
 
 
@@ -177,7 +163,7 @@ def main(count: int, seed: int, place: Path, *, most: int = 2) -> int:
         kind = list(KINDS)[number % len(KINDS)]
         unbroken = place / kind.partition(",")[0]
         if kind not in measured:
-            measured[kind] = start(unbroken, KINDS[kind]).finish()
+            measured[kind] = Started(unbroken, KINDS[kind]).finish()
             wrong = problems(unbroken, unbroken)
             bad += bool(wrong)
             print(f"{kind}: {measured[kind]:.1f} s from the first phase to the last, unbroken; {wrong}", flush=True)

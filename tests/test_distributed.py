@@ -184,8 +184,6 @@ def test_strategies_that_cannot_work_are_refused_by_name():
     ):
         with pytest.raises(ValueError, match=f"trainer.strategy={name} averages gradients"):
             sum_gradients(strategy)
-    with pytest.raises(ValueError, match=r"trainer.strategy.tensor_parallel_size=2: must be 1"):
-        FullyShardedStrategy(timeout=1, tensor_parallel_size=2)
 
 
 def test_the_state_of_an_optimizer_that_has_not_stepped_is_written_as_zeros(monkeypatch):

@@ -72,20 +72,11 @@ class FullyShardedStrategy(_TwoBackends, ModelParallelStrategy):
 
     Args:
         timeout: Minutes that a process waits for the others before the run ends.
-        tensor_parallel_size: Processes that split a layer among them; must be 1.
         sharded_checkpoints: Whether a checkpoint is a directory into which every process writes its own part, rather
             than a file that the first process writes.
-
-    Raises:
-        ValueError: ``tensor_parallel_size`` is not 1.
     """
 
-    def __init__(self, *, timeout: float, tensor_parallel_size: int = 1, sharded_checkpoints: bool = False) -> None:
-        if tensor_parallel_size != 1:
-            raise ValueError(
-                f"trainer.strategy.tensor_parallel_size={tensor_parallel_size}: must be 1 (every process computes "
-                "whole layers on its own completions)"
-            )
+    def __init__(self, *, timeout: float, sharded_checkpoints: bool = False) -> None:
         super().__init__(
             tensor_parallel_size=1,
             save_distributed_checkpoint=sharded_checkpoints,
