@@ -246,7 +246,7 @@ def build_run(
         explicit: What the user has chosen, as overrides; None: the overrides of ``options``.
         options: Those of `grpo_lightning.run.Run`.
     """
-    if cfg.mode != "fit" and cfg.checkpoint is not None:  # policy and reference are those of the checkpoint
+    if cfg.checkpoint is not None:  # policy and reference are those of the checkpoint
         from grpo_lightning.checkpoint.policy import policy_settings
 
         named = {"mode": cfg.mode, "checkpoint": str(cfg.checkpoint), "run_dir": cfg.run_dir}

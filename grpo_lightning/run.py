@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from grpo_lightning import memory
 from grpo_lightning.callbacks.export import check_replaceable, export
 from grpo_lightning.checkpoint import lock, resume
+from grpo_lightning.checkpoint.io import read_weights
 from grpo_lightning.checkpoint.policy import check_weights, load_checkpoint
 from grpo_lightning.checkpoint.resume import resume_command
 from grpo_lightning.config import check_config, check_runtime, config_warnings
@@ -84,6 +85,7 @@ class Run:
         self._summary: dict[str, Any] = {}
         self._ended_metrics: Mapping[str, float] = {}
         self._has_started = False
+        self._restores = False  # whether a method restores a checkpoint itself
 
     @cached_property
     def data(self) -> PromptData:
@@ -98,7 +100,7 @@ class Run:
 
     @cached_property
     def module(self) -> StepModule:
-        """The ``LightningModule``, whose policy knows how long prompts are: those of `data` that fit remain."""
+        """The ``LightningModule``, with the weights of ``checkpoint=``; of `data` the prompts remain that fit it."""
         data = self.data
         self._announce("policy")
         training, settings = self.config["mode"] != "validate", self.config["policy"]
@@ -118,6 +120,9 @@ class Run:
             "module", policy=policy, settings=redact_config(self.written or self.config) | facts
         )
         data.follow(lambda: module.completed_steps)
+        if not self._restores and (checkpoint := self._find_checkpoint(self.config)):
+            check_weights(checkpoint, module)
+            module.load_state_dict(read_weights(checkpoint), strict=module.strict_loading)
         return module
 
     def _is_fixed(self, key: str) -> bool:
@@ -248,6 +253,8 @@ class Run:
     def _recorded(self, mode: str) -> Iterator[Path | None]:
         """Yields the checkpoint to start from; whatever happens inside, ``summary.json`` tells of it."""
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its hints about accelerators and products
+        for part in ("callbacks", "profilers"):  # what the user has chosen has its say
+            logging.getLogger(f"lightning.pytorch.{part}").setLevel(logging.INFO)
         warnings.filterwarnings("ignore", ".*(LeafSpec|sync_dist=True)")  # PyTorch's; values are the same everywhere
         self.directory.mkdir(parents=True, exist_ok=True)
         start = time.perf_counter()
@@ -255,12 +262,7 @@ class Run:
         again = self._has_started and config["checkpoint"] == "last"
         checkpoint, steps, seconds, first = None, 0, 0.0, None
         if not completed or (mode == "fit" and again):  # else the policy as it is now goes on, or is measured
-            checkpoint = resume.find_checkpoint(
-                config | {"mode": mode},
-                self.directory,
-                directory_given=self.directory_given or again,
-                overrides=self.overrides,
-            )
+            checkpoint = self._find_checkpoint(config | {"mode": mode}, again=again)
         if mode == "fit":
             steps, seconds, first = resume.recorded_progress(checkpoint, self.directory)
         started, overrides = first or utc_now(), redact_overrides(self.overrides)
@@ -270,7 +272,7 @@ class Run:
                 resume.remove_stale_files(self.directory, keep=checkpoint, completed=steps if continues else completed)
             if self.on_start is not None:
                 self.on_start(self.directory)
-        status, problem = "failed", None
+        status, problem, self._restores = "failed", None, True
         with signals.listening() as listener:
             try:
                 if checkpoint:
@@ -293,6 +295,7 @@ class Run:
             finally:
                 from grpo_lightning.reward import workers  # loads pebble, which not every run needs to begin
 
+                self._restores = False
                 workers.close_loop()  # calls of rewards that nobody waits for any more
                 is_built = "module" in vars(self)
                 if is_first_process() and (is_built or not (self.directory / "summary.json").exists()):
@@ -310,6 +313,10 @@ class Run:
                     write_summary(self.directory, self._summary, mode=mode)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
+
+    def _find_checkpoint(self, config: Mapping[str, Any], *, again: bool = False) -> Path | None:
+        given = self.directory_given or again
+        return resume.find_checkpoint(config, self.directory, directory_given=given, overrides=self.overrides)
 
     def _completed_steps(self) -> int:
         return int(self.module.completed_steps) if "module" in vars(self) else 0

@@ -1,5 +1,6 @@
 """What callbacks write and show: completions, exports, progress lines, a moving reference, seconds of phases."""
 
+import csv
 import io
 import json
 import math
@@ -22,8 +23,11 @@ from grpo_lightning.callbacks.progress import describe_metrics, progress_bar
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.console import escape_control
 from grpo_lightning.types import Clock, Prompts, Sampled, Scored
+from tests.support import prepared
 from tests.support.board import events, scalars
-from tests.support.running import small_module, small_run
+from tests.support.checkpoints import write_checkpoint
+from tests.support.composed import ROOT
+from tests.support.running import SMALL, same, small_module, small_run, weights
 
 HOSTILE = [
     "``` breaks out ``` <script>alert(1)</script>",
@@ -211,6 +215,58 @@ def test_wild_numbers_and_names_fit_the_bar_and_the_line():
         assert len(text.rstrip("\n")) <= columns
         assert "100000" in text
         assert len(describe_metrics(state, room=columns - 25, keep_old=True)) <= columns - 25
+
+
+COUNTING = [
+    "+callbacks.average={_target_: lightning.pytorch.callbacks.EMAWeightAveraging, decay: 0.5}",
+    "+callbacks.rate={_target_: lightning.pytorch.callbacks.LearningRateMonitor, logging_interval: step}",
+    "+callbacks.own={_target_: lightning.pytorch.callbacks.ModelCheckpoint, dirpath: '${run_dir}/own', save_top_k: -1}",
+    *("steps=5", "validation.every=2", "module.minibatch_size=4", "schedule=linear", "logger=[csv]"),
+]
+
+
+def logged_rates(directory):
+    with (directory / "csv" / "metrics.csv").open() as file:
+        return [(row["step"], row["lr-AdamW"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [False, True])
+def test_callbacks_of_lightning_count_on_in_a_continued_run(adapter, tmp_path):
+    words = COUNTING
+    if adapter:
+        model = write_checkpoint(tmp_path / "model", "qwen2", chat=False)
+        words = [*words, "policy=hf", f"policy.path={model}", "policy.adapter={r: 2, target_modules: all-linear}"]
+    whole = small_run(tmp_path / "whole", *words)
+    small_run(tmp_path / "parts", *words, "+callbacks.stop={_target_: tests.test_callbacks.Stop, step: 3}")
+    continued = small_run(tmp_path / "parts", *words, "checkpoint=last")
+    assert whole.trainer.global_step == continued.trainer.global_step == 10  # two optimizer steps each
+    assert whole.trainer.current_epoch == continued.trainer.current_epoch
+    assert same(weights(continued), weights(whole))  # of the average
+    assert logged_rates(tmp_path / "parts") == logged_rates(tmp_path / "whole")
+    names = {path.name for path in (tmp_path / "whole" / "own").iterdir()}
+    names.add("epoch=1-step=6.ckpt")  # where the first part ended
+    assert names == {path.name for path in (tmp_path / "parts" / "own").iterdir()}
+    saved = read(tmp_path / "whole" / "checkpoints" / "last.ckpt")
+    assert not adapter or all("lora" in name for name in saved["current_model_state"])
+
+
+def test_an_average_that_nobody_validates_is_refused(tmp_path):
+    swa = "+callbacks.swa={_target_: lightning.pytorch.callbacks.StochasticWeightAveraging, swa_lrs: 0.1}"
+    with pytest.raises(ValueError, match="StochasticWeightAveraging replaces the learning-rate schedule"):
+        small_run(tmp_path, swa)
+
+
+@pytest.mark.slow
+def test_a_summary_of_the_model_and_a_profile_are_printed(tmp_path):
+    summary = "+callbacks.summary={_target_: lightning.pytorch.callbacks.ModelSummary, max_depth: 2}"
+    words = ["train.py", *SMALL, summary, "trainer.profiler=simple", f"hydra.run.dir={tmp_path}"]
+    done = prepared.run(words, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    printed = done.stdout + done.stderr
+    assert "Trainable params" in printed
+    assert "run_training_batch" in printed
+    assert "GPU available" not in printed
 
 
 REFRESHED = ("callbacks=reference_refresh", "optimizer.lr=0.02", "loss.kl_coef=0.5")

@@ -8,7 +8,9 @@ import json
 import math
 
 import pytest
+import torch
 
+from grpo_lightning import compose
 from grpo_lightning.callbacks.health import HealthHistory, UnrecoverableRun, new_findings
 from tests.support.composed import ROOT
 from tests.support.running import small_run
@@ -148,6 +150,7 @@ def test_a_rollout_with_signal_starts_the_count_anew():
         ([EQUAL | {"optim/grad_norm": 0.0}] * 4, [("standstill", 3)]),
         ([FLAT, FLAT, EQUAL | {"optim/grad_norm": 0.0}, FLAT, FLAT], []),
         ([FLAT] * 8, [("no_gradient", 3)]),
+        ([EQUAL | {"completion/truncated_fraction": 1.0}] * 4, [("all_truncated", 3)]),
         ([EQUAL | {"advantage/mean": 0.1}] * 5, []),  # the same for all, and yet it has signal
         ([EQUAL | {"reward/std": 0.1}] * 5, []),  # the tokens that would have signal are masked
     ):
@@ -192,3 +195,20 @@ def test_a_hopeless_run_is_ended_and_can_be_continued(tmp_path):
     small_run(tmp_path, *CONSTANT, "steps=7", "validation.every=7", "checkpoint=last")
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     assert (tmp_path / "health.json").read_text() == health  # said once in a run, whatever its restarts
+
+
+@pytest.mark.slow
+def test_completions_that_only_their_length_can_end_are_not_called_truncated(tmp_path):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, ids):
+            return self.head(self.embedding(ids))
+
+    words = ("steps=12", "data.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=4", "trainer=cpu")
+    reward, rows = (lambda completions, completion_ids: [ids[0] / 8 for ids in completion_ids]), [[1, 2], [3]]
+    run = compose(*words, policy=Model(), reward=reward, data=rows, run_dir=tmp_path).fit()
+    assert run.metrics["completion/truncated_fraction"] == 1
+    assert "truncat" not in (tmp_path / "health.json").read_text()

@@ -1,8 +1,10 @@
 """Loops and trainers of one's own, and ``fit`` called again: the weights of one run, bit for bit."""
 
 import csv
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import grpo_lightning as grpo
 from grpo_lightning.distributed.signals import Preempted
 from tests.kills import difference
 from tests.support.composed import ROOT
-from tests.support.running import SMALL, contents, letters, same, weights
+from tests.support.running import SMALL, contents, letters, same, small_run, weights
 from tests.test_compose import ROWS
 from tests.test_compose import SMALL as SHORT
 
@@ -110,8 +112,48 @@ def test_a_trainer_of_ones_own_resumes(tmp_path):
     lightning.Trainer(**plain).fit(rest.module, datamodule=rest.data, ckpt_path=tmp_path / "at3.ckpt")
     assert rest.module.completed_steps == 5
     assert same(weights(rest.module), weights(whole.module))
-    with pytest.raises(TypeError, match=r"GRPOLightningModule.load_from_checkpoint"):
-        grpo.GRPOLightningModule.load_from_checkpoint(tmp_path / "at3.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["fit", "validate", "export", "preflight"])
+def test_a_run_fits_validates_exports_and_previews_in_any_order(first, tmp_path):
+    whole = grpo.compose(*SHORT, "data.validation_size=4", run_dir=tmp_path / "whole").fit()
+    for second, third in itertools.product(("fit", "validate", "export", "preflight"), repeat=2):
+        run = grpo.compose(*SHORT, "data.validation_size=4", "preflight.prompts=2", run_dir=tmp_path / second / third)
+        for name in (first, second, third):
+            getattr(run, name)()
+        assert run.module.completed_steps == (2 if "fit" in (first, second, third) else 0)
+        assert "fit" not in (first, second, third) or same(weights(run.module), weights(whole.module))
+
+
+@pytest.mark.slow
+def test_a_trainer_of_ones_own_fits_and_validates_in_any_order(tmp_path):
+    whole = grpo.compose(*SETTINGS, run_dir=tmp_path).fit()
+    for order in itertools.product(("fit", "validate"), repeat=3):
+        run = grpo.compose(*SETTINGS, run_dir=tmp_path / "own")
+        trainer = lightning.Trainer(**QUIET, max_epochs=-1, default_root_dir=tmp_path / "own")
+        for name in order:
+            getattr(trainer, name)(run.module, datamodule=run.data)
+        assert "fit" not in order or same(weights(run.module), weights(whole.module))
+        assert run.module.completed_steps == (5 if "fit" in order else 0)
+
+
+@pytest.mark.slow
+def test_a_module_has_the_weights_of_its_checkpoint(tmp_path):
+    trained = small_run(tmp_path / "run", "optimizer.lr=0.1", "policy.seed=3")
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    with pytest.raises(TypeError) as refusal:
+        grpo.GRPOLightningModule.load_from_checkpoint(path)
+    expression = re.search(r"grpo_lightning(\.compose\(.*\)\.module), which", str(refusal.value))[1]
+    module = eval(f"grpo{expression}", {"grpo": grpo})
+    assert same(weights(module), weights(trained))
+    ids = module.policy.model.generate(torch.tensor([module.policy.tokenizer.encode("Spell")]), max_new_tokens=5)
+    expected = trained.policy.model.generate(ids[:, :-5], max_new_tokens=5)
+    assert module.policy.tokenizer.decode(ids[0, -5:]) == trained.policy.tokenizer.decode(expected[0, -5:])
+    words = [word for word in SMALL if not word.startswith("policy")]
+    goes_on = grpo.compose(*words, f"checkpoint={path}", "steps=2", run_dir=tmp_path / "on")
+    assert goes_on.module.completed_steps == 0
+    assert goes_on.fit().module.completed_steps == 2
 
 
 @pytest.mark.slow

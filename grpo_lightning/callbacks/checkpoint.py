@@ -58,7 +58,8 @@ class RunCheckpoint(Checkpoint):
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         step, every = module.completed_steps, module.validation.every
         validates_now = step == module.steps or (every and step % every == 0)
-        if step % self.every == 0 and not validates_now:  # a validation ends with a checkpoint of its own
+        # A validation ends with a checkpoint of its own; after the last step other callbacks may replace the weights.
+        if (step % self.every == 0 or trainer.should_stop) and not validates_now:
             self._save(trainer, module)
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:

@@ -175,6 +175,14 @@ class HealthRule:
 
 RULES = (
     HealthRule(
+        *("all_truncated", CUT),
+        lambda h: _when(h.all_of_last(lambda row: row.get(CUT) == 1 and _has_equal_rewards(row)), 1.0),
+        "in each of the last {patience} rollouts all completions were cut before their end, and all completions of a "
+        "prompt had the same reward, so that nothing is learned from them",
+        "raise rollout.max_new_tokens; if completions never end, see whether the prompt has the policy's chat template",
+        is_fatal=True,
+    ),
+    HealthRule(
         *("standstill", "reward/std"),
         lambda h: _when(h.all_of_last(_has_equal_rewards), h.recent[-1].get(TOTAL, 0.0)),
         "in each of the last {patience} rollouts all completions of a prompt had the same reward (reward/total is "
@@ -291,7 +299,10 @@ class HealthMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         rollout: Any = getattr(module, "rollout", None)
-        self._history.add(module.metrics, rollout.scorer.outcome_name if rollout else None)
+        metrics = dict(module.metrics)
+        if rollout and not (module.policy.end_ids or rollout.sampling.stop or rollout.scorer.environment):
+            metrics.pop(CUT, None)  # nothing could end a completion but its length
+        self._history.add(metrics, rollout.scorer.outcome_name if rollout else None)
         step = module.completed_steps
         for rule, value in new_findings(self._history, self.findings):
             message = rule.message.format(value=value, patience=self._history.patience)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from grpo_lightning.checkpoint.io import read, read_weights
-from grpo_lightning.checkpoint.resume import config_diff
+from grpo_lightning.checkpoint.resume import belongs_to, config_diff
 from grpo_lightning.config.rules import LIVE
 from grpo_lightning.config.settings import leaves, value_at
 from grpo_lightning.console import REDACTED
@@ -27,9 +27,10 @@ _NUMBERS = {
 def policy_settings(
     config: Mapping[str, Any], overrides: Sequence[str], current: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """The settings of policy and reference in the checkpoint that is exported or validated.
+    """The settings of policy and reference in the checkpoint that is exported or validated, or trained on elsewhere.
 
-    What the user gives stays: a part that is chosen (``policy=NAME``) completely, single keys one by one.
+    What the user gives stays: a part that is chosen (``policy=NAME``) completely, single keys one by one. A run that
+    trains takes the policy alone, and nothing where it continues in its own directory or has an experiment's policy.
 
     Args:
         config: Has "mode", "checkpoint" and "run_dir" of this run.
@@ -37,22 +38,23 @@ def policy_settings(
         current: Dotted key -> its resolved value in the settings as composed, or None.
 
     Returns:
-        Dotted key -> value, to be set in the settings before they are resolved; nothing where a run trains, or there is
-        no such checkpoint, which is an error when it is opened.
+        Dotted key -> value, to be set in the settings before they are resolved; nothing where there is no such
+        checkpoint, which is an error when it is opened.
 
     Raises:
         ValueError: A setting cannot be taken over, and the user has not given it; or the file is no checkpoint.
     """
     name = config["checkpoint"]
-    if name is None or config["mode"] == "fit":
+    if name is None:
         return {}
     path = Path(config["run_dir"]) / "checkpoints" / "last.ckpt" if name == "last" else Path(name)
-    if not path.exists():
+    given_keys = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides]
+    trains = config["mode"] == "fit"
+    if not path.exists() or (trains and (belongs_to(path, Path(config["run_dir"])) or "experiment" in given_keys)):
         return {}
     recorded = read(path, map_location="meta").get("run", {}).get("config", {})
-    given_keys = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides]
     updates: dict[str, Any] = {}
-    for part, numbers in _NUMBERS.items():
+    for part, numbers in {"policy": ()}.items() if trains else _NUMBERS.items():
         node = recorded.get(part)
         if part in given_keys or not isinstance(node, Mapping):
             continue

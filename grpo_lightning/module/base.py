@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -306,13 +307,25 @@ class StepModule(LightningModule):
         self.loop = self._own_loop  # a validation by a Trainer has its own
 
     @classmethod
-    def load_from_checkpoint(cls, *_: Any, **__: Any) -> Self:
-        """Not supported: a module is built from settings."""
-        raise TypeError(f"{cls.__name__}.load_from_checkpoint: use compose('checkpoint=PATH', …).module instead")
+    def load_from_checkpoint(cls, checkpoint_path: Any, *_: Any, **__: Any) -> Self:
+        """Not supported: a module is built from settings.
+
+        Raises:
+            TypeError: Always; the message says what to use.
+        """
+        raise TypeError(
+            f"{cls.__name__}.load_from_checkpoint: a module is built from its run's settings, use "
+            f"grpo_lightning.compose('checkpoint={checkpoint_path}').module, which has the checkpoint's weights"
+        )
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         check_strategy(self.trainer.strategy)
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in self.trainer.callbacks):
+            raise ValueError(
+                "callbacks: StochasticWeightAveraging replaces the learning-rate schedule, and exports weights that "
+                "were not validated: use lightning.pytorch.callbacks.EMAWeightAveraging"
+            )
         self.loop = Loop(self, self.trainer)
 
     def configure_model(self) -> None:
@@ -405,7 +418,8 @@ class StepModule(LightningModule):
     def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any] | None:
         if not self._validation_due:
             return None
-        with self.sampling("validation"):
+        # What is made in Trainer.validate's inference mode could not be used in a later training step.
+        with torch.inference_mode(False), torch.no_grad(), self.sampling("validation"):
             scored = self.validation.step(
                 self.policy, prompts, completed_steps=self.completed_steps, context=self.context("validation")
             )
@@ -423,12 +437,12 @@ class StepModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": rate}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Lightning's own progress would restore a position within an epoch of another length.
-        checkpoint.pop("loops", None)
+        checkpoint.pop("loops", None)  # which would restore a position within an epoch, see on_load_checkpoint
         if self.base is not None:
             checkpoint["base"] = self.base
             trained = trained_names(self.policy)
-            checkpoint["state_dict"] = {n: value for n, value in checkpoint["state_dict"].items() if n in trained}
+            for part in {"state_dict", "current_model_state"} & checkpoint.keys():  # the latter beside averaged weights
+                checkpoint[part] = {name: value for name, value in checkpoint[part].items() if name in trained}
         checkpoint["step"] = {
             "completed": self.completed_steps,
             "processes": self.loop.ranks.size,
@@ -447,6 +461,25 @@ class StepModule(LightningModule):
         self.gradient_step.skipped, self.gradient_step.skipped_in_a_row = state["skipped"]
         self.metrics = {name: value for name, value in state["metrics"].items() if isinstance(value, int | float)}
         self.history = {name: MetricHistory(**values) for name, values in state["values"].items()}
+        if self.base is not None and "current_model_state" in checkpoint:  # WeightAveraging loads complete weights
+            for part in ("state_dict", "current_model_state"):
+                checkpoint[part] = self.state_dict() | checkpoint[part]
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            checkpoint["loops"] = {"fit_loop": self._loop_state(checkpoint["global_step"])}
+
+    def _loop_state(self, optimizer_steps: int) -> dict[str, Any]:
+        """Lightning's counters as an unbroken run would have them: callbacks count and name by them."""
+        state: dict[str, Any] = self.trainer.fit_loop.state_dict()
+        epochs = self.completed_steps // self.validation.every
+        for name, count in {
+            "epoch_progress": epochs,
+            "epoch_loop.batch_progress": self.completed_steps,
+            "epoch_loop.manual_optimization.optim_step_progress": optimizer_steps,
+        }.items():
+            state[name]["total"] = dict.fromkeys(state[name]["total"], count)
+        state["epoch_progress"]["current"] = dict.fromkeys(state["epoch_progress"]["current"], epochs)
+        state["epoch_loop.state_dict"] = {"_batches_that_stepped": self.completed_steps}
+        return state
 
 
 class SFTLightningModule(StepModule):
