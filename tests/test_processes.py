@@ -21,10 +21,6 @@ RUNS = {
         *("rollout._target_=tests.support.mismatch.Disturbed", "module.self_check=false"),
         *("correction=sequence_mask", "correction.low=0.6", "correction.high=1.5"),
     ],
-    "corrected by the token": [
-        *("rollout._target_=tests.support.mismatch.Disturbed", "module.self_check=false"),
-        *("correction=token_truncation", "correction.cap=1.1"),
-    ],
     "episodes": [
         *("environment=custom", "environment.function._target_=tests.support.games.again"),
         *("environment.max_turns=3", "rollout.max_new_tokens=100", "reward=[environment]", "advantage=to_go"),
@@ -124,22 +120,6 @@ def test_the_death_of_one_process_ends_all_and_the_run_continues_exactly(tmp_pat
     assert [line["texts"] for line in found[0][-2:]] == [line["texts"] for line in expected[0][-2:]]
     for name, value in expected[1]["state_dict"].items():
         assert torch.equal(found[1]["state_dict"][name], value), name
-
-
-@pytest.mark.slow
-def test_sigterm_ends_supervised_training_too(tmp_path):
-    settings = ["experiment=sft_tiny", "steps=1000", "validation.every=1000", f"hydra.run.dir={tmp_path}/run"]
-    command = [sys.executable, "train.py", *settings, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
-    with (tmp_path / "log").open("w") as log:
-        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    wait_for(lambda: "step 10/" in (tmp_path / "log").read_text(), first)
-    first.terminate()
-    assert first.wait(timeout=60) == 143
-    wait_for(lambda: not running(f"hydra.run.dir={tmp_path}/run"))
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["status"] == "preempted"
-    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert checkpoint["step"]["completed"] == summary["steps"] >= 10
 
 
 @pytest.mark.slow

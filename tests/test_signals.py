@@ -105,18 +105,6 @@ def test_a_signal_while_rewards_are_scored(number, timeout, seconds, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_under_nohup_stays(tmp_path):
-    """A signal that is ignored when the run begins stays ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process = begin(tmp_path, kill("rollout", signal.SIGHUP))
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert process.wait(timeout=120) == 0
-    assert saved(tmp_path) == 4
-
-
-@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     process = begin(tmp_path, *TWO, *naps(tmp_path, timeout=None, function="naps_on_in_process_1"))
     wait_for((tmp_path / "begun").exists, process)
