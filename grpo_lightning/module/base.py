@@ -321,12 +321,13 @@ class StepModule(LightningModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         check_strategy(self.trainer.strategy)
-        if any(isinstance(callback, StochasticWeightAveraging) for callback in self.trainer.callbacks):
+        trainer: Any = self.trainer
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
             raise ValueError(
                 "callbacks: StochasticWeightAveraging replaces the learning-rate schedule, and exports weights that "
                 "were not validated: use lightning.pytorch.callbacks.EMAWeightAveraging"
             )
-        self.loop = Loop(self, self.trainer)
+        self.loop = Loop(self, trainer)
 
     def configure_model(self) -> None:
         """Shard the policy, where the strategy shards."""
