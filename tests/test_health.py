@@ -151,6 +151,8 @@ def test_a_rollout_with_signal_starts_the_count_anew():
         ([FLAT, FLAT, EQUAL | {"optim/grad_norm": 0.0}, FLAT, FLAT], []),
         ([FLAT] * 8, [("no_gradient", 3)]),
         ([EQUAL | {"completion/truncated_fraction": 1.0}] * 4, [("all_truncated", 3)]),
+        ([FLAT | {"completion/truncated_fraction": 1.0}] * 4, [("all_truncated", 3)]),  # they are masked
+        ([EQUAL | {"completion/truncated_fraction": 0.9}] * 4, [("standstill", 3)]),
         ([EQUAL | {"advantage/mean": 0.1}] * 5, []),  # the same for all, and yet it has signal
         ([EQUAL | {"reward/std": 0.1}] * 5, []),  # the tokens that would have signal are masked
     ):

@@ -94,6 +94,10 @@ def _has_equal_rewards(row: Mapping[str, float]) -> bool:
     return no_advantage and row.get("reward/std", 0.0) <= rounding
 
 
+def _is_flat(row: Mapping[str, float]) -> bool:
+    return row.get("optim/grad_norm") == 0
+
+
 def _when(is_found: bool, value: float) -> float | None:
     return value if is_found else None
 
@@ -176,9 +180,9 @@ class HealthRule:
 RULES = (
     HealthRule(
         *("all_truncated", CUT),
-        lambda h: _when(h.all_of_last(lambda row: row.get(CUT) == 1 and _has_equal_rewards(row)), 1.0),
-        "in each of the last {patience} rollouts all completions were cut before their end, and all completions of a "
-        "prompt had the same reward, so that nothing is learned from them",
+        lambda h: _when(h.all_of_last(lambda row: row.get(CUT) == 1 and (_has_equal_rewards(row) or _is_flat(row))), 1),
+        "in each of the last {patience} rollouts all completions were cut before their end, and nothing is learned "
+        "from their rewards",
         "raise rollout.max_new_tokens; if completions never end, see whether the prompt has the policy's chat template",
         is_fatal=True,
     ),
@@ -193,7 +197,7 @@ RULES = (
     ),
     HealthRule(
         *("no_gradient", "optim/grad_norm"),
-        lambda h: _when(h.all_of_last(lambda row: row.get("optim/grad_norm") == 0 and not _has_equal_rewards(row)), 0),
+        lambda h: _when(h.all_of_last(lambda row: _is_flat(row) and not _has_equal_rewards(row)), 0),
         "the gradient was exactly 0 in each of the last {patience} rollouts although rewards differ, so that no weight "
         "moves",
         "look at policy/clip_fraction, at the loss's coefficients, at completion/truncated_fraction with "
