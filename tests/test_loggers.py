@@ -179,7 +179,7 @@ def test_a_validation_is_logged_alone_but_not_into_the_logs_of_a_training(tmp_pa
 class Remove(Callback):
     """``rm -r`` of directories in the middle of a step."""
 
-    def __init__(self, directory: str, step: int) -> None:
+    def __init__(self, directory: str, step: int, token: str = "") -> None:
         self.directory, self.step = Path(directory), step
 
     def on_train_batch_start(self, trainer, module, *_):
@@ -242,7 +242,8 @@ def test_every_service_has_the_same_run_with_every_scalar_and_no_secret(tmp_path
     services = tmp_path
     monkeypatch.chdir(tmp_path)  # MLflow's own directory of artifacts is below the working one
     monkeypatch.setenv("WANDB_MODE", "offline")
-    words = ("logger=[tensorboard,csv,wandb,mlflow]", "logger.wandb.offline=true", f"+service.token={SECRET}")
+    secret = f"+callbacks.remove={{_target_: tests.test_loggers.Remove, directory: x, step: 9, token: {SECRET}}}"
+    words = ("logger=[tensorboard,csv,wandb,mlflow]", "logger.wandb.offline=true", secret)
     words += ("validation.every=2", "callbacks.samples.every=1", "callbacks.checkpoint.every=2")
     database = f"logger.mlflow.tracking_uri=sqlite:///{tmp_path}/mlflow.db"
     for more in (("steps=2",), ("steps=3", "checkpoint=last")):
