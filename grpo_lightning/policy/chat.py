@@ -154,8 +154,8 @@ class ChatTokenizer:
             log.warning("special tokens in plain text are read as such: %s, the first of %d", special[0], len(special))
 
     def special_text(self, prompt: Prompt) -> str | None:
-        """The first special token that a prompt's own text holds; None: there is none."""
-        if self._special is None or _is_ids(prompt):
+        """The first special token that a prompt's own text holds and the tokenizer would read as such, or None."""
+        if self._special is None or _is_ids(prompt) or getattr(self._tokenizer, "split_special_tokens", False):
             return None
         texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in cast(Any, prompt)]
         return next((found[0] for found in map(self._special.search, texts) if found), None)
