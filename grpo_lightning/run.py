@@ -24,6 +24,7 @@ from grpo_lightning.checkpoint.io import read_weights
 from grpo_lightning.checkpoint.policy import check_weights, load_checkpoint
 from grpo_lightning.checkpoint.resume import resume_command
 from grpo_lightning.config import check_config, check_runtime, config_warnings
+from grpo_lightning.config.rules import LIVE
 from grpo_lightning.config.settings import value_at
 from grpo_lightning.console import (
     describe_error,
@@ -93,7 +94,8 @@ class Run:
         lightning.seed_everything(self.config["seed"], workers=True, verbose=False)
         self._announce("data")
         data: PromptData = self.build("data")
-        data.load(training=self.config["mode"] != "validate", clamp=not self._is_fixed("data.prompts_per_step"))
+        is_fixed = self.config["data"]["_target_"] == LIVE or self._is_fixed("data.prompts_per_step")
+        data.load(training=self.config["mode"] != "validate", clamp=not is_fixed)
         self._take_over(data)
         check_columns(self.build("reward"), self.build("environment"), data.columns)
         return data

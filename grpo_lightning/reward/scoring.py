@@ -32,7 +32,8 @@ def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[st
     known = dict.fromkeys((*ARGUMENTS, *column_names), ())
     for name, spec in rewards.items():
         problems += [
-            f"reward {name!r}: parameter {parameter!r} is no column of the data; there are {sorted(column_names)}"
+            f"reward {name!r}: parameter {parameter!r} is no column of the data; there are {sorted(column_names)} "
+            f"(data.columns takes it from another one, or from a field: {{…, {parameter}: COLUMN.FIELD}})"
             for parameter in arguments(spec.function, known)[0]
         ]
     if problems:
