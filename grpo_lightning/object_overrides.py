@@ -41,9 +41,7 @@ class ObjectOverrides:
         if isinstance(value, str | int | float | Mapping):
             raise _unfit(name, value, f"an object; settings are texts, such as '{name}=NAME' and '{name}.KEY=VALUE'")
         if name in ("advantage", "optimizer", "schedule") and not callable(value):
-            raise _unfit(
-                name, value, "a function, as functools.partial(torch.optim.AdamW, lr=1e-6) is for an optimizer"
-            )
+            raise _unfit(name, value, "a function, such as functools.partial(torch.optim.AdamW, lr=1e-6)")
         self.replaced.append(name)
         self.objects[name] = value
 

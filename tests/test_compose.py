@@ -196,7 +196,7 @@ def test_what_cannot_be_a_part_is_refused():
         ({"data": {"prompt": ["a", "b"]}}, "data=.*: needs rows, a data set, a path, a PromptData"),
         ({"loss": "dapo"}, "loss='dapo': needs an object; settings are texts, such as 'loss=NAME'"),
         ({"trainer": {"max_epochs": 3}}, "trainer=.*: needs an object"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"(?s)optimizer=SGD.*: needs a function, as functools"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"(?s)optimizer=SGD.*: needs a function, such as functools"),
     ):
         with pytest.raises(ValueError, match=message):
             grpo.compose(*SMALL, **parts)
