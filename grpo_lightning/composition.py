@@ -139,10 +139,12 @@ def compose_config(words: Sequence[str], name: str = "train") -> tuple[DictConfi
             OmegaConf.update(cfg, part, _chosen_over_preset(raw(plain)[part], raw(cfg)[part], part), merge=False)
     groups = cfg.hydra.runtime.choices
     OmegaConf.set_struct(cfg, False)
-    if {"reward", "experiment"} <= typed:  # an experiment's settings of rewards that are not chosen do not apply
-        asked = {word.split(".")[1] for word in words if word.lstrip("+").startswith("reward.")}
-        for reward in [key for key, node in cfg.reward.items() if not value_at(node, "_target_") and key not in asked]:
-            del cfg.reward[reward]
+    for part in ("reward", "callbacks", "logger") if "experiment" in typed else ():
+        asked = {word.split(".")[1] for word in words if word.lstrip("+").startswith(f"{part}.")}
+        settings = cfg[part].items() if part in typed else ()  # of those that are not chosen do not apply
+        for key in [key for key, node in settings if OmegaConf.is_dict(node) and "_target_" not in node]:
+            if key not in asked:
+                del cfg[part][key]
     del cfg.hydra
     for key in _TEXTS:
         if isinstance(number := OmegaConf.select(cfg, key, throw_on_resolution_failure=False), int | float):

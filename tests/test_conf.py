@@ -204,6 +204,7 @@ def test_who_wins():
     assert (config["data"]["path"], config["data"]["prompts_per_step"]) == ("my.jsonl", 2)
     assert config["data"].get("columns") is None
     assert list(composed("experiment=annealed", "reward=[accuracy]")["reward"]) == ["accuracy"]
+    assert "reference" not in composed("experiment=iterative_grpo", "callbacks=default")["callbacks"]
     assert composed("experiment=calculator", "environment=none", "policy=tiny")["environment"] is None
 
 
