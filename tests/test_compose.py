@@ -155,7 +155,8 @@ def test_models_go_in_as_objects_and_as_paths(checkpoint, tmp_path):
 
 @pytest.mark.slow
 def test_rows_take_the_place_of_an_experiments_data(checkpoint):
-    sizes = ("data.prompts_per_step=5", "rollout.group_size=4", "trainer=cpu", "reference=none", "loss.kl_coef=0")
+    sizes = ("data.prompts_per_step=5", "rollout.group_size=4", "rollout.max_new_tokens=8", "trainer=cpu")
+    sizes += ("reference=none", "loss.kl_coef=0")
     for experiment in ("rlox_quickstart", "open_r1_exercise", "gpt2_notebook", "open_r1"):
         run = grpo.compose(f"experiment={experiment}", *sizes, policy=checkpoint, reward=letters, data=ROWS[:5])
         assert [len(run.data.train), len(run.data.validation)] == [5, 5]
