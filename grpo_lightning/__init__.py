@@ -24,6 +24,10 @@ __all__ = ["GRPOLightningModule", "Policy", "Prompts", "Rollout", "Run", "SFTLig
 __all__ += ["Scored", "compose"]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -18,6 +18,7 @@ from grpo_lightning.data.datamodule import collate, prompt_index
 from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout import Collected
+from grpo_lightning.rollout.scoring import describe_examples
 from grpo_lightning.schedule import resolve_schedules
 from grpo_lightning.types import Scored
 
@@ -61,9 +62,10 @@ def run_preflight(
         facts = measure(module, data, prompts=prompts, processes=trainer.world_size)
     if predicted:
         facts["memory_gib"]["predicted"] = predicted["peak"] / memory.GiB
+    examples = facts.pop("examples")
     facts = redact_config(facts | {"verdict": list(advice(facts))})
     if is_first_process():
-        for line in [*page(facts), "", *facts["verdict"]]:
+        for line in [*examples, "", *page(facts), "", *facts["verdict"]]:
             log_line(line)
         write_json(directory / "preflight.json", facts)
     return facts
@@ -114,6 +116,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         "truncated": 1 - sum(scored.sampled.finished) / len(scored.sampled.finished),
     }
     return {
+        "examples": list(describe_examples(module.policy, scored, 3)),
         "prompts": num_groups,
         "group_size": size,
         "outcome": rollout.scorer.outcome_name,

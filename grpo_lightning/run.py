@@ -44,12 +44,12 @@ from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_externally_launched
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
-from grpo_lightning.rollout.scoring import check_columns
+from grpo_lightning.rollout.scoring import check_columns, show_inputs
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Run:
     """Module, data and trainer of some settings, built when they are first asked for.
 
@@ -87,6 +87,17 @@ class Run:
         self._ended_metrics: Mapping[str, float] = {}
         self._has_started = False
         self._restores = False  # whether a method restores a checkpoint itself
+        self._is_command = False
+
+    def __repr__(self) -> str:
+        from grpo_lightning import notebook
+
+        return notebook.describe(self)
+
+    def _repr_html_(self) -> str:
+        from grpo_lightning import notebook
+
+        return notebook.to_html(self)
 
     @cached_property
     def data(self) -> PromptData:
@@ -175,6 +186,8 @@ class Run:
                 resume.rewind_logs(self.directory, trainer.loggers, recorded["events"], checkpoint=checkpoint)
             self._has_started = True
             memory.announce_memory(self.config, module, self.data, trainer)
+            if is_first_process():
+                show_inputs(module.policy, module.validation.scorer.rewards, self.data.train)
             if is_first_process() and not checkpoint and trainer.num_sanity_val_steps:
                 log_line(f"validation: {len(self.data.validation)} held-out prompts, before the first step")
             trainer.fit(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
@@ -221,6 +234,7 @@ class Run:
         Raises:
             SystemExit: With status 130 after Ctrl-C, and 143 after SIGTERM, SIGHUP or SIGUSR1.
         """
+        self._is_command = True
         try:
             getattr(self, self.config["mode"])()
         except Preempted as error:
@@ -289,6 +303,8 @@ class Run:
                 if asked := listener.preemption(error, is_consequence=lost is not None):
                     status = asked.status
                     saved = resume.describe_saved(mode, self.directory, self.overrides)
+                    if mode == "fit" and not self._is_command:
+                        saved = f"{saved.partition(';')[0]}; run.fit() goes on"
                     raise Preempted(asked.number, between_steps=asked.between_steps, saved=saved) from error
                 problem = describe_error(lost or error)
                 if lost:

@@ -12,7 +12,7 @@ from grpo_lightning.module.update import Update, accumulate, check_rollout, mean
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.collector import Collected
-from grpo_lightning.rollout.scoring import StepContext
+from grpo_lightning.rollout.scoring import StepContext, describe_examples, log_to_file
 from grpo_lightning.schedule import (
     resolve_schedules,
     restore_schedules,
@@ -68,6 +68,7 @@ class GRPOLightningModule(StepModule):
         self.self_check = self_check
         self.skip_dead = skip_dead
         self.carried: Scored | None = None
+        self._is_shown = False
         # What may hold numbers that vary with the step, by the user's keys.
         own = {name: value for name, value in vars(rollout).items() if name != "reward"}
         self._varying = {"loss": loss, "reward": rollout.reward, "rollout": own}
@@ -100,6 +101,9 @@ class GRPOLightningModule(StepModule):
         rollout, loss = resolve_schedules(self.rollout, step), resolve_schedules(self.loss, step)
         collected = self.collect(prompts, rollout, self.context("rollout", step), carried=self.carried)
         self.carried = collected.carried
+        if not self._is_shown and self.loop.ranks.rank == 0:
+            self._is_shown = True
+            log_to_file(describe_examples(self.policy, collected.scored, 1))
         with self.clock("update"):
             updates = self.update(collected, loss, rollout.temperature, apply_gradients=self.apply_gradients)
         flops = collected.flops + 3 * sum(update.flops for update in updates)  # backward costs two forwards

@@ -1,6 +1,7 @@
 """Generate completions, of one turn or several, and score them with the rewards; processes divide the work."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from grpo_lightning import reward
+from grpo_lightning.console import redact, single_line
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec, Score, Scoring, clip_scores, scalar, total
-from grpo_lightning.reward.accuracy import of_environment
+from grpo_lightning.reward.accuracy import of_environment, reasoning_gym
+from grpo_lightning.reward.spec import ARGUMENTS, arguments, innermost
 from grpo_lightning.sampler.base import Poll, Sampler
 from grpo_lightning.sampler.native.sampler import NativeSampler
 from grpo_lightning.types import Clock, Prompts, Sampled, Sampling, Scored, spans
@@ -21,7 +24,12 @@ from grpo_lightning.types import Clock, Prompts, Sampled, Sampling, Scored, span
 if TYPE_CHECKING:
     from grpo_lightning.environment import Environment, Episodes
 
+log = logging.getLogger(__name__)
+
 _CPU = torch.device("cpu")
+_SHOWN_CHARACTERS = 300  # of the end of a prompt or completion
+_CHECKED_ROWS = 1000  # of the training prompts, the first
+_FILE_ONLY = {"printed": True}  # in the log file, and not on the terminal
 
 COLUMNS = ("turns", "replies", "episode_tokens", "turn_scores")
 """What rewards may ask for besides the columns of the data."""
@@ -289,3 +297,74 @@ def turn_spans(sampled: Sampled) -> list[list[tuple[int, int]]]:
     """[B] the first token of every turn, and its end; single-turn completions have one, which may be empty."""
     turns = [row or [(0, 0)] for row in spans(sampled.mask)]
     return turns if sampled.turns is not None else [[(0, row[-1][1])] for row in turns]
+
+
+def describe_prompt(policy: Policy, ids: Sequence[int]) -> str:
+    """A prompt as the model reads it: the end of its text on one line, special tokens included."""
+    return f"prompt, {len(ids)} tokens: {_visible(policy, ids)}"
+
+
+def describe_examples(policy: Policy, scored: Scored, number: int) -> Iterator[str]:
+    """The prompts of the first groups as the model read them, each with one completion and its rewards."""
+    sampled, width = scored.sampled, scored.sampled.ids.shape[1] - scored.sampled.mask.shape[1]
+    for row in range(0, len(sampled), scored.group_size)[:number]:
+        ids, is_real = sampled.ids[row], sampled.attention_mask[row]
+        yield describe_prompt(policy, ids[:width][is_real[:width]].tolist())
+        completion = ids[width:][is_real[width:]].tolist()
+        end = "" if sampled.finished[row] else ", truncated"
+        yield f"completion, {len(completion)} tokens{end}: {_visible(policy, completion)}"
+        scores = {name: float(values[row]) for name, values in scored.rewards.items()}
+        yield "rewards: " + ", ".join(
+            f"{n} {'None' if score != score else f'{score:g}'}" for n, score in scores.items()
+        )
+
+
+def log_to_file(lines: Iterator[str]) -> None:
+    """Write lines to the log file of the run, if there is one, and not to the terminal."""
+    for line in lines:
+        log.info("%s", line, extra=_FILE_ONLY)
+
+
+def _visible(policy: Policy, ids: Sequence[int]) -> str:
+    text = redact(policy.tokenizer.decode(list(ids), skip_special_tokens=False))
+    return "…" * (len(text) > _SHOWN_CHARACTERS) + single_line(text[-_SHOWN_CHARACTERS:])
+
+
+def unscored_rows(rewards: Mapping[str, RewardSpec], source: Any) -> list[str]:
+    """What to warn of before the first step: how many rows have no value in a column that a shipped reward needs.
+
+    Functions of the user's own may do without a value, and so may reasoning_gym's tasks.
+    """
+    known = dict.fromkeys((*ARGUMENTS, *COLUMNS))
+    required = {}
+    for name, spec in rewards.items():
+        function = innermost(spec.function)
+        is_strict = str(function.__module__).startswith("grpo_lightning.") and function is not reasoning_gym
+        required[name] = arguments(spec.function, known)[0] if is_strict else []
+    if not any(required.values()):
+        return []
+    rows = [source[i][1] for i in range(min(len(source), _CHECKED_ROWS))]
+    warnings, applies = [], [False] * len(rows)
+    for name, columns in required.items():
+        lacks = [[column for column in columns if _is_missing(row[column])] for row in rows]
+        applies = [before or not lacking for before, lacking in zip(applies, lacks, strict=True)]
+        if count := sum(map(bool, lacks)):
+            text = ", ".join(sorted({*chain.from_iterable(lacks)}))
+            warnings.append(f"reward {name} does not apply to {count} of {len(rows)} training prompts, without {text}")
+    if unscored := applies.count(False):
+        warnings.append(
+            f"no reward applies to {unscored} of {len(rows)} training prompts, which teach nothing: leave them out, or "
+            "add a reward that applies"
+        )
+    return warnings
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)
+
+
+def show_inputs(policy: Policy, rewards: Mapping[str, RewardSpec], source: Any) -> None:
+    """Before the first step: the first training prompt to the log file, and warnings of rows without a right answer."""
+    log_to_file(iter([describe_prompt(policy, policy.tokenize([source[0][0]])[0])]))
+    for warning in unscored_rows(rewards, source):
+        log.warning("%s", warning)
