@@ -144,8 +144,8 @@ def test_a_trainer_of_ones_own_fits_and_validates_in_any_order(tmp_path):
 
 @pytest.mark.slow
 def test_a_module_has_the_weights_of_its_checkpoint(tmp_path):
-    trained = small_run(tmp_path / "run", "optimizer.lr=0.1", "policy.seed=3")
-    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    trained = small_run(tmp_path / "a run, (1)", "optimizer.lr=0.1", "policy.seed=3")
+    path = tmp_path / "a run, (1)" / "checkpoints" / "last.ckpt"
     with pytest.raises(TypeError) as refusal:
         grpo.GRPOLightningModule.load_from_checkpoint(path)
     expression = re.search(r"grpo_lightning(\.compose\(.*\)\.module), which", str(refusal.value))[1]
@@ -155,7 +155,7 @@ def test_a_module_has_the_weights_of_its_checkpoint(tmp_path):
     expected = trained.policy.model.generate(ids[:, :-5], max_new_tokens=5)
     assert module.policy.tokenizer.decode(ids[0, -5:]) == trained.policy.tokenizer.decode(expected[0, -5:])
     words = [word for word in SMALL if not word.startswith("policy")]
-    goes_on = grpo.compose(*words, f"checkpoint={path}", "steps=2", run_dir=tmp_path / "on")
+    goes_on = grpo.compose(*words, f"checkpoint='{path}'", "steps=2", run_dir=tmp_path / "on")
     assert goes_on.module.completed_steps == 0
     assert goes_on.fit().module.completed_steps == 2
 

@@ -317,7 +317,7 @@ class StepModule(LightningModule):
         """
         raise TypeError(
             f"{cls.__name__}.load_from_checkpoint: a module is built from its run's settings, use "
-            f"grpo_lightning.compose('checkpoint={checkpoint_path}').module, which has the checkpoint's weights"
+            f"grpo_lightning.compose(\"checkpoint='{checkpoint_path}'\").module, which has the checkpoint's weights"
         )
 
     def setup(self, stage: str) -> None:
