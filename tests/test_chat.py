@@ -173,6 +173,7 @@ def test_no_end_of_sequence_stands_between_a_prompt_and_its_completion():
     words = chatml(chat=False)
     end = words.eos_token_id
     bare = words("Corgis are")["input_ids"]
+    assert ChatTokenizer(words).tokenize(["Corgis are<|endoftext|>"]) == [[*bare, end]]  # as the row has it
     words.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
     )

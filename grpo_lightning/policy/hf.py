@@ -247,10 +247,7 @@ def _merge(model: "PeftModel") -> Any:
     base: Any = model.get_base_model()
     ends = base.get_input_embeddings(), base.get_output_embeddings()
     first, last = (getattr(layer, "base_layer", layer) for layer in ends)
-    if (
-        any(layer is not inner for layer, inner in zip(ends, (first, last), strict=True))
-        and last.weight is first.weight
-    ):
+    if ends != (first, last) and last.weight is first.weight:
         last.weight = nn.Parameter(last.weight.detach().clone())
     merged: Any = model.merge_and_unload()
     is_tied = merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
@@ -277,19 +274,17 @@ def _write_for_transformers_4(directory: Path) -> None:
     """Add what transformers 4 reads, which else computes with another RoPE base and knows no class of the tokenizer."""
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    rope = config.get("rope_parameters") or {}
-    local = rope.get("sliding_attention") or {}  # Gemma 3 has a base for every kind of layer
-    rope = rope.get("full_attention") or rope
-    if "rope_theta" in rope:
-        config.setdefault("rope_theta", rope["rope_theta"])
-        if local:
-            config.setdefault("rope_local_base_freq", local["rope_theta"])
+    for part in (config, config.get("text_config") or {}):
+        rope = part.get("rope_parameters") or {}
+        if "sliding_attention" in rope:  # Gemma 3 has a base for every kind of layer
+            part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope.get("full_attention") or rope
+        if "rope_theta" in rope:
+            part["rope_theta"] = rope["rope_theta"]
         if rope.get("rope_type", "default") != "default":
-            config.setdefault("rope_scaling", {name: value for name, value in rope.items() if name != "rope_theta"})
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            part["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     path = directory / "tokenizer_config.json"
-    if not path.exists():
-        return
     words = json.loads(path.read_text(encoding="utf-8"))
     words = {name: words[name] for name in words if name not in ("backend", "is_local", "local_files_only")}
     if words.get("tokenizer_class") == "TokenizersBackend":
