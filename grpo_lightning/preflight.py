@@ -42,18 +42,10 @@ def run_preflight(
     predicted: Mapping[str, float],
     directory: Path,
 ) -> dict[str, Any]:
-    """Measure some rollouts and an update, print what they promise, and write it to ``preflight.json``.
+    """Measure rollouts of so many prompts and an update, print what they promise, and write it to ``preflight.json``.
 
-    Args:
-        module: The run's; its weights, counters and optimizer stay as they are.
-        data: Its prompts.
-        trainer: The run's, for device and precision.
-        prompts: How many to sample, in batches of a step's size.
-        predicted: Bytes by part, see `memory.predict`; may be empty.
-        directory: The run's.
-
-    Returns:
-        The facts as plain values; "verdict" is a list of sentences.
+    Weights, counters and optimizer stay as they are. ``predicted`` is of `memory.predict`, or empty. Returns the facts
+    as plain values; "verdict" is a list of sentences.
     """
     data.setup("preflight")
     module.to(trainer.strategy.root_device)

@@ -71,17 +71,7 @@ class Validation:
         """By metric a value for each prompt or completion since the last `compute`; every process counts all."""
 
     def step(self, policy: Policy, prompts: Prompts, *, completed_steps: int, context: StepContext) -> Scored:
-        """Sample completions of the next prompts and count them.
-
-        Args:
-            policy: The policy that answers.
-            prompts: The next held-out prompts.
-            completed_steps: Which values varying weights have: those of the step after these.
-            context: The seed, and what watches over the sampling.
-
-        Returns:
-            What was sampled, with its rewards.
-        """
+        """Sample completions of the next held-out prompts and count them; weights that vary are of the next step."""
         scored, _ = resolve_schedules(self.scorer, completed_steps).generate_and_score(
             policy,
             prompts,

@@ -126,11 +126,7 @@ class GRPOLightningModule(StepModule):
     def collect(
         self, prompts: Prompts, rollout: Collector, context: StepContext, *, carried: Scored | None = None
     ) -> Collected:
-        """Collect one rollout with the weights as they are.
-
-        Raises:
-            SelfCheckError: It is the first one of a run, and does not agree with itself.
-        """
+        """Collect one rollout with the weights as they are; the first one of a run is checked."""
         with self.sampling("rollout"):
             collected = rollout.collect(self.policy, self.reference, prompts, context=context, carried=carried)
         if self.self_check and self.completed_steps == 0 and collected.is_fresh:
@@ -143,11 +139,7 @@ class GRPOLightningModule(StepModule):
     ) -> list[Update]:
         """Make every optimizer step on a rollout: ``ppo_epochs`` passes of minibatches over it.
 
-        Args:
-            collected: The rollout.
-            loss: The step's, like ``temperature``.
-            temperature: At which it was sampled.
-            apply_gradients: Called after the backward passes of each minibatch; returns the gradient's norm.
+        ``apply_gradients`` is called after the backward passes of each minibatch and returns the gradient's norm.
         """
         rollout = collected.rollout
         size = self.minibatch_size or len(rollout)

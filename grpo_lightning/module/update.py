@@ -55,8 +55,8 @@ def accumulate(
     Args:
         policy: Trained.
         loss: The step's.
-        minibatch: All rows of the optimizer step, the same in all processes.
-        temperature: At which they were sampled.
+        minibatch: All rows of the optimizer step, the same in all processes; sampled at ``temperature``.
+        temperature: Of every log-probability.
         microbatch_tokens: Most tokens in one forward pass.
         skip_dead: Whether rows that cannot have a gradient are left out.
         on_policy_step: Whether this is the only step on rows that the present policy has sampled: then its own
@@ -209,7 +209,7 @@ def check_rollout(
         reference: Of the KL term, or None.
         rollout: With the sampler's log-probabilities as the old ones.
         sampling: How it was drawn.
-        microbatch_tokens: Most tokens in one forward pass.
+        microbatch_tokens: As in `accumulate`.
         tolerance: Largest difference in nats; in 16-bit or 8-bit arithmetic the mean may be 0.05 instead, since single
             tokens are off by a rounding of large logits.
         coarse: Whether what sampled computes in 16 bits, whatever the policy does.

@@ -134,14 +134,7 @@ class Scorer:
     def score(
         self, token_at: TokenAt, prompts: Prompts, sampled: Sampled, *, context: StepContext
     ) -> tuple[Scored, dict[str, float]]:
-        """Score completions that were sampled before, as `generate_and_score` does.
-
-        Args:
-            token_at: Finds the tokens where steps end.
-            prompts: [P]
-            sampled: [B] their completions, the same in all processes.
-            context: The processes and the clock.
-        """
+        """Score completions [B] of prompts [P] that were sampled before, as `generate_and_score` does."""
         ranks, group_size = context.ranks, len(sampled) // len(prompts)
 
         def work() -> tuple[Scored, dict[str, float]]:
