@@ -138,12 +138,22 @@ def test_sampling_leaves_the_gradient_above_quantized_weights_as_it_is(tmp_path,
     assert_close(gradient(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layers", [{"target_modules": ["lm_head"]}, {"target_modules": ["embed_tokens", "q_proj"]}])
+@pytest.mark.filterwarnings("ignore:.*ti:UserWarning")  # peft warns of what is tied
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
 def test_an_adapter_on_tied_embeddings_is_exported_as_it_was_trained(base, tmp_path, layers):
     policy = load(base, **SETTINGS, adapter={"r": 4, "lora_alpha": 8, "init_lora_weights": False} | layers)
     assert policy.model.config.tie_word_embeddings
     ids = torch.tensor([[5, 9, 7, 12]])
     with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            weight += 0.1 * ("modules_to_save" in name)
         expected = policy.model.eval()(ids).logits
         policy.export(tmp_path / "export")
         assert torch.equal(policy.model(ids).logits, expected)

@@ -90,7 +90,8 @@ def test_an_export_is_read_by_transformers_4_too(tmp_path):
     ids = torch.tensor(policy.tokenize(["The meaning of life is"]))
     assert torch.equal(again.model(ids).logits, policy.model(ids).logits)
     assert again.tokenize(["<|im_end|> is"]) == policy.tokenize(["<|im_end|> is"])
-    assert again.model.generation_config.eos_token_id == [1, 2]
+    saved = again.model.generation_config
+    assert (saved.eos_token_id, saved.temperature, saved.do_sample) == ([1, 2], 0.6, True)
     assert policy.model.generation_config.do_sample is not True
 
 

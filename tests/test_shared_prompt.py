@@ -16,6 +16,7 @@ from grpo_lightning.policy.loading import load
 from grpo_lightning.policy.shared_prompt import SharedPath, check
 from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep
 from grpo_lightning.transformer.attention import Stream
+from grpo_lightning.transformer.lm_head import LMHead
 from grpo_lightning.transformer.logprobs import separate
 from grpo_lightning.types import Rollout, Sampling
 from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint
@@ -137,13 +138,19 @@ def test_all_rows_may_be_empty(checkpoints):
 
 
 def test_what_is_computed_once(checkpoints, monkeypatch):
-    policy, sizes = opened(checkpoints["llama"]), []
+    policy, sizes, asked = opened(checkpoints["llama"]), [], []
     sampled = generate(policy, PROMPTS, group_size=8, sampling=FREE, seed=1)
-    plain = Stream.attend
-    monkeypatch.setattr(Stream, "attend", lambda self, n, q, *rest: sizes.append(q.shape) or plain(self, n, q, *rest))
-    policy.logprobs_and_entropy(sampled, temperature=1.0)
+    attend, head = Stream.attend, LMHead.__call__
+    monkeypatch.setattr(Stream, "attend", lambda self, n, q, *rest: sizes.append(q.shape) or attend(self, n, q, *rest))
+    monkeypatch.setattr(
+        LMHead, "__call__", lambda self, h, ids, **more: asked.append(len(h)) or head(self, h, ids, **more)
+    )
+    mask = sampled.mask.clone()
+    mask[:, 0] = False  # as a reply, which is read and not predicted
+    policy.logprobs_and_entropy(replace(sampled, mask=mask), temperature=1.0)
     prompts, tokens = sum(map(len, policy.tokenize(PROMPTS))), int(sampled.mask.sum())
     assert sizes == [(1, 4, prompts + tokens - 24, 8)] * 2  # the last token of each of 24 predicts nothing
+    assert asked == [tokens - 24]
 
 
 def gradient(policy, rows):

@@ -249,10 +249,7 @@ def _merge(model: "PeftModel") -> Any:
     first, last = (getattr(layer, "base_layer", layer) for layer in ends)
     if ends != (first, last) and last.weight is first.weight:
         last.weight = nn.Parameter(last.weight.detach().clone())
-    merged: Any = model.merge_and_unload()
-    is_tied = merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
-    merged.config.tie_word_embeddings = is_tied
-    return merged
+    return model.merge_and_unload()  # which sets tie_word_embeddings
 
 
 def _valid(generation: GenerationConfig | None) -> GenerationConfig | None:
