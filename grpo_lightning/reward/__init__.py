@@ -4,7 +4,7 @@ A process reward gives (end, score) pairs: the score of each step of the reasoni
 in characters. Only the reward model needs torch.
 """
 
-from grpo_lightning.reward.scoring import Scores, Scoring, check_columns
+from grpo_lightning.reward.scoring import Scores, Scoring, check_columns, check_rows
 from grpo_lightning.reward.spec import (
     PerCompletion,
     PermanentError,
@@ -27,6 +27,7 @@ __all__ = [
     "Scores",
     "Scoring",
     "check_columns",
+    "check_rows",
     "clip_scores",
     "scalar",
     "total",

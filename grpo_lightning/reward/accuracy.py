@@ -31,12 +31,24 @@ _NUMBER = re.compile(
     rf"(?: ?/ ?(?P<divisor>{_VALUE}))?",
     re.ASCII,
 )
+_OPENING = re.compile("<think>|<answer>")
 _NO_WIDTH = dict.fromkeys(map(ord, "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"))
 _verifiers: dict[str, "Verifier"] = {}
 _warned: set[str] = set()
 
 
 # --- reading a completion
+
+
+def whole_turns(completions: Sequence[str], prefills: Sequence[str]) -> list[str]:
+    """[B] completions, each behind what its prompt has begun of the model's turn, see `prefill`; () for nothing."""
+    return [begun + text for begun, text in zip(prefills, completions, strict=True)] if prefills else [*completions]
+
+
+def prefill(opening: str) -> str:
+    """What a prompt has written of the model's turn, from its first tag on, such as "<think>" by a chat template."""
+    first = _OPENING.search(opening)
+    return opening[first.start() :] if first else ""
 
 
 def tag(text: str, name: str) -> str | None:
@@ -128,7 +140,9 @@ def right_text(answer: Any) -> str:
     return str(answer).strip()
 
 
-def exact(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
+def exact(
+    completions: Sequence[str], answer: Sequence[Any], *, prefills: Sequence[str] = (), **_: Any
+) -> list[float | None]:
     """1.0 if the answer text is the right answer, else 0.0.
 
     Both are `normalized`. The float 21.0 as a right answer, which pandas makes of 21 in a column with missing values,
@@ -138,11 +152,16 @@ def exact(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[f
     def score(completion: str, right: Any) -> float:
         return float(normalized(answer_text(completion)) in (normalized(right_text(right)), normalized(str(right))))
 
-    return score_rows(score, completions, answer)
+    return score_rows(score, whole_turns(completions, prefills), answer)
 
 
 def numeric(
-    completions: Sequence[str], answer: Sequence[Any], *, tolerance: float = 1e-6, **_: Any
+    completions: Sequence[str],
+    answer: Sequence[Any],
+    *,
+    tolerance: float = 1e-6,
+    prefills: Sequence[str] = (),
+    **_: Any,
 ) -> list[float | None]:
     r"""1.0 if the last number of the answer text is the right one, |given − right| ≤ tolerance, else 0.0.
 
@@ -159,7 +178,7 @@ def numeric(
         given, expected = last_number(answer_text(completion)), _only_number(right)
         return float(given is not None and abs(given - expected) <= tolerance)
 
-    return score_rows(score, completions, answer)
+    return score_rows(score, whole_turns(completions, prefills), answer)
 
 
 def demonstrated(
@@ -168,6 +187,7 @@ def demonstrated(
     answer: Sequence[Any] | None = None,
     task: Sequence[str] | None = None,
     metadata: Sequence[Mapping[str, Any]] | None = None,
+    prefills: Sequence[str] = (),
 ) -> list[float | None]:
     """1.0 if the answer text is that of the demonstration; of reasoning_gym's tasks, what their verifiers give it.
 
@@ -175,12 +195,12 @@ def demonstrated(
     the messages of several turns.
     """
     if task is not None and metadata is not None:
-        return reasoning_gym(completions, answer or [None] * len(completions), task, metadata)
+        return reasoning_gym(completions, answer or [None] * len(completions), task, metadata, prefills=prefills)
     if answer is None:
         answer = score_rows(
             lambda text: answer_text(text if isinstance(text, str) else text[-1]["content"]), completion
         )
-    return exact(completions, answer)
+    return exact(completions, answer, prefills=prefills)
 
 
 def of_environment(turn_scores: Sequence[Sequence[tuple[int, float]]]) -> list[float]:
@@ -215,6 +235,8 @@ def reasoning_gym(
     task: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     task_config: Sequence[Mapping[str, Any] | None] | None = None,
+    *,
+    prefills: Sequence[str] = (),
     **_: Any,
 ) -> list[float | None]:
     """What the task's own verifier gives the answer text, in [0, 1]; 0.0 for text that it cannot be given or raises on.
@@ -228,13 +250,14 @@ def reasoning_gym(
         task: [B] reasoning_gym dataset names.
         metadata: [B] the entries' metadata, unchanged: verifiers read the puzzle from it.
         task_config: [B] the data set's arguments where they are not its defaults; some verifiers read them.
+        prefills: [B] see `whole_turns`.
 
     Raises:
         ValueError: An unknown task, a right answer that the verifier itself raises on, or a row of which its verifier
             would evaluate what could run code.
     """
     configs = task_config or [None] * len(completions)
-    rows = zip(completions, answer, configs, strict=True)
+    rows = zip(whole_turns(completions, prefills), answer, configs, strict=True)
 
     def begin(row: tuple[str, str | None, Any], name: str, data: Mapping[str, Any]) -> Callable[[], float]:
         completion, right, config = row

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpo_lightning.reward.accuracy import FENCE, answer_text, fenced_blocks, tag
+from grpo_lightning.reward.accuracy import FENCE, answer_text, fenced_blocks, tag, whole_turns
 from grpo_lightning.reward.spec import score_rows
 from grpo_lightning.sandbox.client import Limits, Outcome, run
 
@@ -43,6 +43,7 @@ def code(
     cpu_seconds: int,
     seconds_in_all: float,
     memory_mb: int,
+    prefills: Sequence[str] = (),
     **_: Any,
 ) -> list[float | None]:
     """The share of the tests that the program in the completion passes, see `program`; 0.0 without a program.
@@ -60,6 +61,7 @@ def code(
         cpu_seconds: CPU time for one test.
         seconds_in_all: Wall-clock time for all tests of a completion; those that are not begun then count as failed.
         memory_mb: Of address space, in units of 2**20 bytes.
+        prefills: [B] see `whole_turns`.
 
     Raises:
         ValueError: Tests are not as above.
@@ -72,7 +74,7 @@ def code(
         passed = 0 if text is None else _passed(text, cases, limits, seconds_in_all, all_or_nothing)
         return float(passed == len(cases)) if all_or_nothing else passed / len(cases)
 
-    return score_rows(score, completions, tests)
+    return score_rows(score, whole_turns(completions, prefills), tests)
 
 
 def program(completion: str) -> str | None:

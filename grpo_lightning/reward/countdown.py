@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_lightning.reward.accuracy import answer_text
+from grpo_lightning.reward.accuracy import answer_text, whole_turns
 from grpo_lightning.reward.spec import score_rows
 
 _MAX_CHARACTERS = 500  # characters of an expression
@@ -22,7 +22,13 @@ _EXPRESSION = re.compile(r"[-+*/() \t\n0-9]+")
 
 
 def countdown(
-    completions: Sequence[str], numbers: Sequence[Any], target: Sequence[Any], *, use_all: bool, **_: Any
+    completions: Sequence[str],
+    numbers: Sequence[Any],
+    target: Sequence[Any],
+    *,
+    use_all: bool,
+    prefills: Sequence[str] = (),
+    **_: Any,
 ) -> list[float | None]:
     """1.0 if the answer text is an expression of the numbers, + - * / and brackets that equals the target, else 0.0.
 
@@ -34,6 +40,7 @@ def countdown(
         numbers: [B] the integers that may be used, each at most once.
         target: [B] the numbers to reach.
         use_all: Whether each number has to be used.
+        prefills: [B] see `whole_turns`.
     """
 
     def score(completion: str, given: Any, goal: Any) -> float:
@@ -51,7 +58,7 @@ def countdown(
             return 0.0
         return float(is_reached and (used == allowed if use_all else used <= allowed))
 
-    return score_rows(score, completions, numbers, target)
+    return score_rows(score, whole_turns(completions, prefills), numbers, target)
 
 
 def _value(text: str, used: "Counter[int]") -> Fraction:

@@ -9,7 +9,7 @@ from typing import Any
 
 import regex
 
-from grpo_lightning.reward.accuracy import answer_text
+from grpo_lightning.reward.accuracy import answer_text, whole_turns
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +22,14 @@ _MAX_JSON = 20_000  # characters of an answer
 _warned: set[str] = set()
 
 
-def format(completions: Sequence[str], **_: Any) -> list[float | None]:
+def format(completions: Sequence[str], *, prefills: Sequence[str] = (), **_: Any) -> list[float | None]:
     """1.0 if the whole completion is ``<think>…</think><answer>…</answer>``, else 0.0.
 
-    Whitespace may surround and separate the two parts; each of the four tags stands there exactly once.
+    Whitespace may surround and separate the two parts; each of the four tags stands there exactly once. A tag that the
+    prompt has opened for the model counts as written.
     DeepSeek-R1, arXiv:2501.12948, section 2.2.2, made strict.
     """
-    return [float(_is_formatted(completion.strip())) for completion in completions]
+    return [float(_is_formatted(completion.strip())) for completion in whole_turns(completions, prefills)]
 
 
 def _is_formatted(text: str) -> bool:
@@ -38,9 +39,9 @@ def _is_formatted(text: str) -> bool:
     return end < start and not text[end + len("</think>") : start].strip()
 
 
-def tag_count(completions: Sequence[str], **_: Any) -> list[float | None]:
-    """A quarter for each of the four tags that stands in the completion exactly once."""
-    return [sum(completion.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for completion in completions]
+def tag_count(completions: Sequence[str], *, prefills: Sequence[str] = (), **_: Any) -> list[float | None]:
+    """A quarter for each of the four tags that stands in the completion exactly once; the prompt may have opened it."""
+    return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in whole_turns(completions, prefills)]
 
 
 def reasoning_steps(completions: Sequence[str], *, target: int, **_: Any) -> list[float | None]:
@@ -84,7 +85,9 @@ def pattern(completions: Sequence[str], *, expression: str, seconds: float, **_:
     return [float(is_found(completion)) for completion in completions]
 
 
-def json_schema(completions: Sequence[str], *, schema: Mapping[str, Any] | str, **_: Any) -> list[float | None]:
+def json_schema(
+    completions: Sequence[str], *, schema: Mapping[str, Any] | str, prefills: Sequence[str] = (), **_: Any
+) -> list[float | None]:
     """1.0 if the answer text is JSON that is valid under the schema, else 0.0.
 
     A fence of ```json … ``` around all of it is ignored. NaN and Infinity are no JSON, and neither is what has more
@@ -94,6 +97,7 @@ def json_schema(completions: Sequence[str], *, schema: Mapping[str, Any] | str, 
     Args:
         completions: [B]
         schema: The schema, or the path of a JSON file that holds it.
+        prefills: [B] see `whole_turns`.
     """
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry
@@ -113,4 +117,4 @@ def json_schema(completions: Sequence[str], *, schema: Mapping[str, Any] | str, 
         except (ValueError, ArithmeticError, RecursionError):
             return False
 
-    return [float(is_valid(answer_text(completion))) for completion in completions]
+    return [float(is_valid(answer_text(completion))) for completion in whole_turns(completions, prefills)]

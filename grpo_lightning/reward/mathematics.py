@@ -17,7 +17,14 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, Limit, MatrixBase, preorder_traversal
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
-from grpo_lightning.reward.accuracy import answer_text, last_number, normalized, numbers_in, right_text
+from grpo_lightning.reward.accuracy import (
+    answer_text,
+    last_number,
+    normalized,
+    numbers_in,
+    right_text,
+    whole_turns,
+)
 from grpo_lightning.reward.spec import score_rows
 
 log = logging.getLogger(__name__)
@@ -58,7 +65,9 @@ _DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}",
 _is_warned = False
 
 
-def math(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
+def math(
+    completions: Sequence[str], answer: Sequence[Any], *, prefills: Sequence[str] = (), **_: Any
+) -> list[float | None]:
     r"""1.0 if the answer text is the right answer as mathematics, by the package math-verify, else 0.0.
 
     What counts is the answer text's last \boxed{…}, else what follows the last ####, else its $…$ (several, joined by
@@ -69,7 +78,8 @@ def math(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[fl
 
     Where a right answer cannot be parsed, the score is None: the first one is logged.
     """
-    return score_rows(lambda text, right: _score(answer_text(text), _right_answer(right)), completions, answer)
+    turns = whole_turns(completions, prefills)
+    return score_rows(lambda text, right: _score(answer_text(text), _right_answer(right)), turns, answer)
 
 
 def read_formula(text: str, *, is_right: bool = False) -> str | None:

@@ -1,8 +1,10 @@
 """Calling reward functions: in this process, in workers, or as coroutines; what they return is checked."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from grpo_lightning.distributed import signals
@@ -14,21 +16,27 @@ from grpo_lightning.reward.spec import (
     Score,
     arguments,
     describe_error,
+    innermost,
     is_coroutine_function,
+    is_missing,
     to_plain,
 )
 
 if TYPE_CHECKING:  # types imports torch, which worker processes can do without
     from grpo_lightning.types import Prompt
 
+_CHECKED = ("exact", "numeric", "countdown", "code", "repetition", "length", "soft_overlong", "pattern", "json_schema")
+"""Rewards that are fast on an empty completion, and refuse right answers and settings that are of no use."""
 _ROLES = {"prompts": "user", "completions": "assistant"}
 _SHOWN_CHARACTERS = 80
+_MAX_ROWS = 10_000  # of the data that are looked at before a run
 
 
 def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[str]) -> None:
     """Check that every reward can be called with these columns, before a run; a RewardError names all problems."""
     problems = [] if rewards else ["reward: expected at least one, got none"]
-    problems += [f"column {name!r} has the name of a reward's argument" for name in ARGUMENTS if name in column_names]
+    taken = [name for name in (*ARGUMENTS, "prefills") if name in column_names]
+    problems += [f"column {name!r} has the name of a reward's argument" for name in taken]
     known = dict.fromkeys((*ARGUMENTS, *column_names), ())
     for name, spec in rewards.items():
         problems += [
@@ -38,6 +46,36 @@ def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[st
         ]
     if problems:
         raise RewardError("; ".join(problems))
+
+
+def check_rows(rewards: Mapping[str, RewardSpec], rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> list[int]:
+    """Try the rewards of this package on the data before a run, as if all completions were empty.
+
+    Args:
+        rewards: Name -> function and settings; other functions are taken to apply to every row.
+        rows: (prompt, columns) pairs, of which the first ten thousand are tried.
+
+    Returns:
+        The rows to which no reward applies: each lacks a column that it needs.
+
+    Raises:
+        RewardError: A right answer, or a setting of a reward, is of no use.
+    """
+    unused = list(range(min(len(rows), _MAX_ROWS)))
+    columns = {name: [rows[row][1][name] for row in unused] for name in (rows[0][1] if unused else ())}
+    inputs = {"prompts": [rows[row][0] for row in unused], "completions": ["" for _ in unused]}
+    for name, spec in rewards.items():
+        called = spec.function
+        if isinstance(called, partial) and "outcome" in called.keywords:
+            called = called.keywords["outcome"]
+        shipped = innermost(called).__module__.startswith("grpo_lightning.reward.") if callable(called) else False
+        needed = [column for column in arguments(called, {})[0] if column in columns] if shipped else []
+        if "task" in needed:  # whose verifier may need no answer
+            needed.remove("answer")
+        unused = [row for row in unused if any(is_missing(columns[column][row]) for column in needed)]
+        if shipped and innermost(called).__name__ in _CHECKED:
+            _call(name, spec, inputs | columns | {"completion_ids": [[] for _ in inputs["prompts"]]})
+    return unused
 
 
 @dataclass(frozen=True)
@@ -62,6 +100,8 @@ class Scoring:
         prompts: [B] the prompt of each completion.
         columns: Name -> [B] what else the data set knows of the row.
         poll: Called while results are waited for; may raise to give up.
+        prefills: [B] what the rendered prompt has begun of the model's turn, see `accuracy.prefill`; functions get it
+            where there is any.
     """
 
     def __init__(
@@ -70,10 +110,11 @@ class Scoring:
         prompts: "Sequence[Prompt]",
         columns: Mapping[str, Sequence[Any]],
         poll: Callable[[], None] | None = None,
+        prefills: Sequence[str] = (),
     ) -> None:
         check_columns(rewards, columns)
         self._rewards, self._poll = rewards, poll
-        self._inputs = {"prompts": prompts, **columns}
+        self._inputs = {"prompts": prompts, **columns} | ({"prefills": prefills} if any(prefills) else {})
         coroutines = {name for name, spec in rewards.items() if is_coroutine_function(spec.function)}
         self._results: dict[str, dict[int, Any]] = {
             name: {} for name, spec in rewards.items() if spec.timeout or name in coroutines
@@ -124,6 +165,10 @@ class Scoring:
                     scores[name], failed[name] = self._collect(name, spec, completions)
                 else:
                     scores[name] = _checked(name, _call(name, spec, inputs), completions)
+        except RewardError as error:
+            if error.row is not None:
+                error.inputs = {key: values[error.row] for key, values in self._inputs.items()}
+            raise
         finally:
             for calls in self._coroutines.values() if self._results else ():
                 calls.cancel()
@@ -153,7 +198,9 @@ class Scoring:
                 raise RewardError(
                     f"reward {name!r} failed on {len(failures)} of {row + 1} completions (allowed fraction of all "
                     f"{len(completions)}: reward.{name}.max_failed={spec.max_failed}); first on row {first}, "
-                    f"{failure.kind}: {failure.message}, completion {_beginning(completions[first])}"
+                    f"{failure.kind}: {failure.message}{_advice(name, spec, failure.message)}, completion "
+                    f"{_beginning(completions[first])}",
+                    row=first,
                 )
         scores = _checked(name, values, completions)
         filled = [spec.failed_score if row in failures else score for row, score in enumerate(scores)]
@@ -169,26 +216,35 @@ def _call(name: str, spec: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> A
     try:
         scores = call(inputs)
     except (Exception, SystemExit) as error:
-        what = describe_error(error)
+        what, failing = describe_error(error), None
         for row in range(len(inputs["completions"])):  # the first that raises the same by itself
             try:
                 call({key: [values[row]] for key, values in inputs.items()})
             except (Exception, SystemExit) as own:
                 if describe_error(own) == what:
-                    what = f"{what} on row {row}, completion {_beginning(inputs['completions'][row])}"
+                    what, failing = f"{what} on row {row}, completion {_beginning(inputs['completions'][row])}", row
                     break
-        raise RewardError(
-            f"reward {name!r} raised {what}. (With reward.{name}.timeout=SECONDS it runs in worker processes, "
-            f"where a fraction of reward.{name}.max_failed may fail.)"
-        ) from error
+        advice = _advice(name, spec, what) or (
+            f". (With reward.{name}.timeout=SECONDS it runs in worker processes, where a fraction of "
+            f"reward.{name}.max_failed may fail.)"
+        )
+        raise RewardError(f"reward {name!r} raised {what}{advice}", row=failing) from error
     signals.current().check()  # a signal may have come while the reward took long
     return scores
+
+
+def _advice(name: str, spec: RewardSpec, problem: str) -> str:
+    """What to set where a function seems to read texts as chat messages, as TRL's do for conversational data."""
+    is_about_text = re.search(r"^TypeError: string indices must be integers|^AttributeError: 'str' object has", problem)
+    if not is_about_text or spec.takes_messages:
+        return ""
+    return f'; if it reads chat messages, completion[0]["content"], set reward.{name}.messages=true'
 
 
 def _arguments(spec: RewardSpec, known: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """The arguments that the function takes, copied, so that one reward cannot change what the next one sees."""
     passed = {name: list(values) for name, values in arguments(spec.function, known)[1].items()}
-    for name, role in _ROLES.items() if spec.messages else ():
+    for name, role in _ROLES.items() if spec.takes_messages else ():
         if name in passed:
             passed[name] = [_messages(value, role) for value in passed[name]]
     return passed
@@ -219,7 +275,8 @@ def _checked(name: str, result: Any, completions: Sequence[str]) -> list[Score]:
         except (TypeError, ValueError, OverflowError):
             raise RewardError(
                 f"reward {name!r}: expected a finite number, (end, score) pairs with ends from 1 to {len(text)}, or "
-                f"None, got {value!r:.80} for row {row}, completion {_beginning(text)}"
+                f"None, got {value!r:.80} for row {row}, completion {_beginning(text)}",
+                row=row,
             ) from None
     return scores
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ Score = float | tuple[tuple[int, float], ...] | None
 Reward = Callable[..., Sequence[Score]]
 """``reward(prompts, completions, **columns)``, the signature of TRL, which returns a score per completion."""
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""What every reward may name beside the columns of the data."""
+"""What every reward may name beside the columns of the data, and, with a default, ``prefills``."""
 
 _MAX_NESTED = 3  # lists in one another: of completions, of steps, of (end, score)
 _SHOWN_CHARACTERS = 300
@@ -29,8 +30,12 @@ class RewardError(ValueError):
     Control characters in its message are escaped.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, row: int | None = None) -> None:
         super().__init__(single_line(message))
+        self.row = row
+        """Which of the completions it is about."""
+        self.inputs: Mapping[str, Any] | None = None
+        """The prompt and the columns of that row."""
 
 
 class PermanentError(Exception):
@@ -74,6 +79,13 @@ class RewardSpec:
     """Whether prompts and completions are passed as lists of chat messages, as TRL does for chat prompts."""
 
     @property
+    def takes_messages(self) -> bool:
+        """``messages``, or that the function's annotation of completions has dicts and no other texts, as TRL's do."""
+        completions = inspect.signature(self.function).parameters.get("completions")
+        other = re.subn(r"dict\[[^\]]*\]", "", str(getattr(completions, "annotation", "")).lower())
+        return self.messages or (other[1] > 0 and "str" not in other[0])
+
+    @property
     def factor(self) -> float:
         """The weight as a number; a TypeError if it is scheduled, see `grpo_lightning.schedule.resolve_schedules`."""
         if isinstance(self.weight, Schedule):
@@ -103,7 +115,7 @@ class PerCompletion:
         self.function = function
         first, *others = inspect.signature(function).parameters.values()
         self._first = first.name  # a column of this name would be the completion a second time
-        batch = [inspect.Parameter("completions", first.KEYWORD_ONLY)]
+        batch = [inspect.Parameter("completions", first.KEYWORD_ONLY, annotation=first.annotation)]
         for parameter in others:
             kind = parameter.kind if parameter.kind is parameter.VAR_KEYWORD else parameter.KEYWORD_ONLY
             name = "prompts" if parameter.name == "prompt" else parameter.name
@@ -151,12 +163,13 @@ def innermost(function: Any) -> Any:
     return function
 
 
+def is_missing(value: Any) -> bool:
+    """Whether a value of a column is None, or NaN, which pandas writes for it."""
+    return value is None or (isinstance(value, Real) and value != value)
+
+
 def score_rows(score: Callable[..., Any], completions: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:
-    """``score(completion, *values)`` of each row; None where a value is missing: None, or NaN as pandas writes it."""
-
-    def is_missing(value: Any) -> bool:
-        return value is None or (isinstance(value, Real) and value != value)
-
+    """``score(completion, *values)`` of each row; None where a value is missing."""
     return [
         None if any(map(is_missing, values)) else score(completion, *values)
         for completion, *values in zip(completions, *columns, strict=True)

@@ -15,8 +15,8 @@ from grpo_lightning.console import redact, single_line
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec, Score, Scoring, clip_scores, scalar, total
-from grpo_lightning.reward.accuracy import of_environment, reasoning_gym
-from grpo_lightning.reward.spec import ARGUMENTS, arguments, innermost
+from grpo_lightning.reward.accuracy import of_environment, prefill, reasoning_gym
+from grpo_lightning.reward.spec import ARGUMENTS, arguments, innermost, is_missing
 from grpo_lightning.sampler.base import Poll, Sampler
 from grpo_lightning.sampler.native.sampler import NativeSampler
 from grpo_lightning.types import Clock, Prompts, Sampled, Sampling, Scored, spans
@@ -108,7 +108,7 @@ class Scorer:
         def work() -> tuple[Scored, dict[str, float], torch.device]:
             episodes = self._episodes(local, group_size, first_prompt, context)
             # What happened in episodes is known only when they are over.
-            scoring = self._scoring(local, group_size, context, {}) if episodes is None else None
+            scoring = self._scoring(policy, local, group_size, context, {}) if episodes is None else None
             with context.clock("rollout"):
                 sampled = context.sampler.generate(
                     policy,
@@ -159,10 +159,19 @@ class Scorer:
         return Episodes(self.environment, _per_row(prompts.texts, group_size), columns, seeds, context.poll)
 
     def _scoring(
-        self, prompts: Prompts, group_size: int, context: StepContext, turn_columns: Mapping[str, Sequence[Any]]
+        self,
+        locator: TokenLocator,
+        prompts: Prompts,
+        group_size: int,
+        context: StepContext,
+        turn_columns: Mapping[str, Sequence[Any]],
     ) -> Scoring:
-        columns = {name: _per_row(values, group_size) for name, values in prompts.columns.items()}
-        return Scoring(self.rewards, _per_row(prompts.texts, group_size), columns | dict(turn_columns), context.poll)
+        columns = {name: _per_row(values, group_size) for name, values in prompts.columns.items()} | dict(turn_columns)
+        chat = getattr(locator, "chat", None)  # of a policy; without one nobody knows what the prompts looked like
+        begun = ["" if chat is None else prefill(chat.opening(prompt)) for prompt in prompts.texts]
+        return Scoring(
+            self.rewards, _per_row(prompts.texts, group_size), columns, context.poll, _per_row(begun, group_size)
+        )
 
     def _score(
         self,
@@ -178,7 +187,7 @@ class Scorer:
                 episodes.check()
             if scoring is None:
                 group_size = len(sampled) // len(prompts)
-                scoring = self._scoring(prompts, group_size, context, _turn_columns(sampled, episodes))
+                scoring = self._scoring(locator, prompts, group_size, context, _turn_columns(sampled, episodes))
             turns = turn_spans(sampled)
             completions = sampled.ids[:, -sampled.mask.shape[1] :].tolist()
             ids = [row[slice(*spans[-1])] for row, spans in zip(completions, turns, strict=True)]  # of the last turn
