@@ -309,7 +309,9 @@ class Recorded(Collector):
                 f"rollout.path={self.path}: token {largest} in step {header['step']}; the policy has {shape.vocabulary}"
             )
         if self.rescore:
-            scored, scoring = self.scorer.score(policy.token_at, scored.prompts, scored.sampled, context=context)
+            scored, scoring = self.scorer.score(
+                policy.token_at, scored.prompts, scored.sampled, context=context, opening=policy.chat.opening
+            )
         ref_logprobs = found.ref_logprobs
         if reference is not None and not header["reference"]:
             with context.clock("score"):

@@ -36,7 +36,8 @@ from grpo_lightning.console import (
     utc_now,
     write_summary,
 )
-from grpo_lightning.data import PromptData, check_readable, completion_limits
+from grpo_lightning.data import PromptData, Source, check_readable, completion_limits
+from grpo_lightning.data.datamodule import GeneratedRows, origin
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.distributed.ranks import lost_contact
@@ -44,9 +45,12 @@ from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_externally_launched
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.module.base import StepModule
+from grpo_lightning.reward import RewardError, RewardSpec, check_rows
 from grpo_lightning.rollout.scoring import check_columns, show_inputs
 
 log = logging.getLogger(__name__)
+
+_CHECKED_ROWS = 10_000  # that rewards are tried on before a run
 
 
 @dataclass(eq=False, repr=False)
@@ -106,9 +110,12 @@ class Run:
         self._announce("data")
         data: PromptData = self.build("data")
         is_fixed = self.config["data"]["_target_"] == LIVE or self._is_fixed("data.prompts_per_step")
-        data.load(training=self.config["mode"] != "validate", clamp=not is_fixed)
+        sources = data.load(training=self.config["mode"] != "validate", clamp=not is_fixed)
         self._take_over(data)
-        check_columns(self.build("reward"), self.build("environment"), data.columns)
+        rewards = self.build("reward")
+        check_columns(rewards, self.build("environment"), data.columns)
+        for source in sources if "rollout" in self.config["module"] else ():
+            _check_answers(rewards, source)
         return data
 
     @cached_property
@@ -299,6 +306,10 @@ class Run:
                 if status == "stopped" and is_first_process():
                     log.warning("a callback has ended the run after %d of %d steps", made, needed)
             except BaseException as error:
+                if isinstance(error, RewardError) and error.inputs:
+                    sources = self.data.load(training=self.config["mode"] != "validate")
+                    if place := _find(error.inputs, sources):
+                        error = RewardError(f"{place}: {error}").with_traceback(error.__traceback__)
                 lost = lost_contact(error)
                 if asked := listener.preemption(error, is_consequence=lost is not None):
                     status = asked.status
@@ -309,7 +320,7 @@ class Run:
                 problem = describe_error(lost or error)
                 if lost:
                     raise lost from error
-                raise
+                raise error
             finally:
                 from grpo_lightning.reward import workers  # loads pebble, which not every run needs to begin
 
@@ -338,3 +349,22 @@ class Run:
 
     def _completed_steps(self) -> int:
         return int(self.module.completed_steps) if "module" in vars(self) else 0
+
+
+def _check_answers(rewards: Mapping[str, RewardSpec], source: Source) -> None:
+    """Refuse right answers and settings of rewards that are of no use, before weights load."""
+    size = 0 if isinstance(source, GeneratedRows) else min(len(source), _CHECKED_ROWS)
+    try:
+        check_rows(rewards, [source[index] for index in range(size)])
+    except RewardError as error:
+        raise RewardError(f"{origin(source, error.row)}: {error}" if error.row is not None else str(error)) from error
+
+
+def _find(inputs: Mapping[str, Any], sources: Sequence[Source]) -> str | None:
+    """Where the row comes from whose prompt and columns are these; None for rows that are made on access."""
+    for source in sources:
+        for index in range(0 if isinstance(source, GeneratedRows) else len(source)):
+            prompt, columns = source[index]
+            if prompt == inputs["prompts"] and all(inputs.get(name) == value for name, value in columns.items()):
+                return origin(source, index)
+    return None

@@ -31,6 +31,11 @@ _NUMBER = re.compile(
     rf"(?: ?/ ?(?P<divisor>{_VALUE}))?",
     re.ASCII,
 )
+_FORMULA = re.compile(
+    r"\\(?!(?:text|mathrm|mbox|[dt]?frac|circ|degree|left|right|boxed|quad)(?![A-Za-z]))[A-Za-z]"
+    r"|\^(?!\s?\{?\s?\\circ)|[<>\u2264\u2265\u221e\u00b1\u221a\u03c0\u222a]"
+)
+"""What a right answer holds that is no single number: a root, a power, an interval, a relation."""
 _OPENING = re.compile("<think>|<answer>")
 _NO_WIDTH = dict.fromkeys(map(ord, "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"))
 _verifiers: dict[str, "Verifier"] = {}
@@ -106,7 +111,7 @@ def normalized(text: str) -> str:
 
 def numbers_in(text: str) -> list[str]:
     """The numbers in ``text`` as they are written, see `numeric`."""
-    return [match[0] for match in _NUMBER.finditer(_FRAC.sub(r"\1/\2", text))]
+    return [match[0] for match in _NUMBER.finditer(_FRAC.sub(r" \1/\2", text))]
 
 
 def last_number(text: str) -> Fraction | None:
@@ -171,7 +176,7 @@ def numeric(
     The right answer is what follows the last ####, if there is one, and then what follows the = of an equation.
 
     Raises:
-        ValueError: A right answer holds no number, or several as a list, an interval or a date does.
+        ValueError: A right answer holds no number, or more than one, as lists, intervals, dates and formulas do.
     """
 
     def score(completion: str, right: Any) -> float:
@@ -218,10 +223,10 @@ def _only_number(answer: Any) -> Fraction:
     value = last_number(text)
     if value is None:
         raise ValueError(f"answer: expected a number, got {answer!r:.80}")
-    if len(numbers_in(text)) > 1:
+    if len(numbers_in(text)) > 1 or _FORMULA.search(text):
         raise ValueError(
-            f"answer: expected one number, got {answer!r:.80}; reward=math compares lists and intervals, reward=exact "
-            "any text, and of a solution the number that follows #### counts"
+            f"answer: expected one number, got {answer!r:.80}; reward=math compares formulas, lists and intervals, "
+            "reward=exact any text, and of a solution the number that follows #### counts"
         )
     return value
 

@@ -56,9 +56,9 @@ _GROUPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|begin|end|operatorname|ma
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\\])([0-9.]+)[eE]([-+]?[0-9]+)")
 _ROUND_EXPONENT = re.compile(r"\^\s?(?:\(([^()]*)\)|(-?[0-9]+))")
 _NAMES = re.compile(r"(?<![\\A-Za-z])(pi|sqrt|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
-_BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w*])")
+_BOLD = re.compile(r"(?<![\w)\]}*])(\*\*|__)(?=[^\s*_])([^*\n]+?)(?<=\S)\1(?![\w*])")
 _MONEY = re.compile(r"(?:US|CA|AU)?\$(?=\s?[0-9.])")
-_ABOUT = re.compile(r"\u2248|\\approx(?![A-Za-z])")
+_ABOUT = re.compile(r"\u2248|\\approx(?![A-Za-z])|\A\s*~")
 _JOINED = re.compile(r",?\s+(?:and|or)\s+")
 _DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}", re.ASCII)
 
@@ -91,7 +91,9 @@ def read_formula(text: str, *, is_right: bool = False) -> str | None:
     if any(character.isalpha() for character in other):
         inner = _OTHER.sub(" word ", inner)
     elif other:
-        return ""
+        if not _WORD.search(inner) or any(unicodedata.category(character)[0] == "N" for character in other):
+            return ""
+        inner = _OTHER.sub(" ", inner)  # arrows and the like between words
     inner = inner.rstrip(" .").removesuffix("%").removesuffix("\\").rstrip()
     if any(mark in inner for mark in ("$", "\\(", "\\[", _BOXED)):  # several formulas, or one in a sentence
         formula = "" if _BOXED in inner else inner
@@ -137,7 +139,7 @@ def _score(given: str, right: str) -> float | None:
 def _without_layout(text: str) -> str:
     """``text`` without markdown's bold, signs of currency and spaces of other kinds; what follows the last ####."""
     text = (text.rpartition("####")[2].strip() or text) if _BOXED not in text else text
-    text = _BOLD.sub(r"\1", text).replace("\\$", "")
+    text = _BOLD.sub(r"\2", text).replace("\\$", "")
     parts = text.split("$")
     if len(parts) % 2 == 0 or any(_WORD.search(_GROUPED.sub("", part)) for part in parts[1::2]):  # of money
         text = _MONEY.sub("", text)

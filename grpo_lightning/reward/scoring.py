@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from grpo_lightning.distributed import signals
@@ -18,7 +17,6 @@ from grpo_lightning.reward.spec import (
     describe_error,
     innermost,
     is_coroutine_function,
-    is_missing,
     to_plain,
 )
 
@@ -29,7 +27,6 @@ _CHECKED = ("exact", "numeric", "countdown", "code", "repetition", "length", "so
 """Rewards that are fast on an empty completion, and refuse right answers and settings that are of no use."""
 _ROLES = {"prompts": "user", "completions": "assistant"}
 _SHOWN_CHARACTERS = 80
-_MAX_ROWS = 10_000  # of the data that are looked at before a run
 
 
 def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[str]) -> None:
@@ -48,34 +45,18 @@ def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[st
         raise RewardError("; ".join(problems))
 
 
-def check_rows(rewards: Mapping[str, RewardSpec], rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> list[int]:
-    """Try the rewards of this package on the data before a run, as if all completions were empty.
-
-    Args:
-        rewards: Name -> function and settings; other functions are taken to apply to every row.
-        rows: (prompt, columns) pairs, of which the first ten thousand are tried.
-
-    Returns:
-        The rows to which no reward applies: each lacks a column that it needs.
+def check_rows(rewards: Mapping[str, RewardSpec], rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
+    """Try rewards of this package on (prompt, columns) pairs before a run, as if all completions were empty.
 
     Raises:
         RewardError: A right answer, or a setting of a reward, is of no use.
     """
-    unused = list(range(min(len(rows), _MAX_ROWS)))
-    columns = {name: [rows[row][1][name] for row in unused] for name in (rows[0][1] if unused else ())}
-    inputs = {"prompts": [rows[row][0] for row in unused], "completions": ["" for _ in unused]}
+    columns = {name: [values[name] for _, values in rows] for name in (rows[0][1] if rows else ())}
+    nothing: dict[str, list[Any]] = {"completions": ["" for _ in rows], "completion_ids": [[] for _ in rows]}
     for name, spec in rewards.items():
-        called = spec.function
-        if isinstance(called, partial) and "outcome" in called.keywords:
-            called = called.keywords["outcome"]
-        shipped = innermost(called).__module__.startswith("grpo_lightning.reward.") if callable(called) else False
-        needed = [column for column in arguments(called, {})[0] if column in columns] if shipped else []
-        if "task" in needed:  # whose verifier may need no answer
-            needed.remove("answer")
-        unused = [row for row in unused if any(is_missing(columns[column][row]) for column in needed)]
-        if shipped and innermost(called).__name__ in _CHECKED:
-            _call(name, spec, inputs | columns | {"completion_ids": [[] for _ in inputs["prompts"]]})
-    return unused
+        function = innermost(spec.function)
+        if getattr(function, "__name__", "") in _CHECKED and function.__module__.startswith("grpo_lightning.reward."):
+            _call(name, spec, {"prompts": [prompt for prompt, _ in rows], **columns, **nothing})
 
 
 @dataclass(frozen=True)
@@ -224,8 +205,11 @@ def _call(name: str, spec: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> A
                 if describe_error(own) == what:
                     what, failing = f"{what} on row {row}, completion {_beginning(inputs['completions'][row])}", row
                     break
+        is_shipped = innermost(spec.function).__module__.startswith("grpo_lightning.")
         advice = _advice(name, spec, what) or (
-            f". (With reward.{name}.timeout=SECONDS it runs in worker processes, where a fraction of "
+            ""
+            if is_shipped
+            else f". (With reward.{name}.timeout=SECONDS it runs in worker processes, where a fraction of "
             f"reward.{name}.max_failed may fail.)"
         )
         raise RewardError(f"reward {name!r} raised {what}{advice}", row=failing) from error

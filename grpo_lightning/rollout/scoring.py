@@ -19,7 +19,7 @@ from grpo_lightning.reward.accuracy import of_environment, prefill, reasoning_gy
 from grpo_lightning.reward.spec import ARGUMENTS, arguments, innermost, is_missing
 from grpo_lightning.sampler.base import Poll, Sampler
 from grpo_lightning.sampler.native.sampler import NativeSampler
-from grpo_lightning.types import Clock, Prompts, Sampled, Sampling, Scored, spans
+from grpo_lightning.types import Clock, Prompt, Prompts, Sampled, Sampling, Scored, spans
 
 if TYPE_CHECKING:
     from grpo_lightning.environment import Environment, Episodes
@@ -59,6 +59,8 @@ class StepContext:
     """Generates the completions."""
 
 
+Opening = Callable[[Prompt], str]
+"""A prompt -> what it has written of the model's turn, as ``policy.chat.opening``."""
 TokenAt = Callable[[Sequence[int], int], int]
 """(token ids, end) -> the token that the character before ``end`` of their text belongs to, as ``Policy.token_at``."""
 
@@ -108,7 +110,8 @@ class Scorer:
         def work() -> tuple[Scored, dict[str, float], torch.device]:
             episodes = self._episodes(local, group_size, first_prompt, context)
             # What happened in episodes is known only when they are over.
-            scoring = self._scoring(policy, local, group_size, context, {}) if episodes is None else None
+            opening = policy.chat.opening
+            scoring = self._scoring(local, group_size, context, {}, opening) if episodes is None else None
             with context.clock("rollout"):
                 sampled = context.sampler.generate(
                     policy,
@@ -125,14 +128,20 @@ class Scorer:
                 context.clock.move(episodes.seconds, "rollout", "environment")
                 finished = tuple(own and over for own, over in zip(sampled.finished, episodes.over, strict=True))
                 sampled = replace(sampled, finished=finished)
-            scored, metrics = self._score(policy.token_at, local, sampled, scoring, episodes, context)
+            scored, metrics = self._score(policy.token_at, local, sampled, scoring, episodes, context, opening)
             return scored.to(_CPU) if ranks.size > 1 else scored, metrics, sampled.mask.device
 
         parts = ranks.all_or_raise(work, waiting=context.clock("wait"))
         return _concatenate([(scored, metrics) for scored, metrics, _ in parts], parts[ranks.rank][2])
 
     def score(
-        self, token_at: TokenAt, prompts: Prompts, sampled: Sampled, *, context: StepContext
+        self,
+        token_at: TokenAt,
+        prompts: Prompts,
+        sampled: Sampled,
+        *,
+        context: StepContext,
+        opening: Opening = lambda _: "",
     ) -> tuple[Scored, dict[str, float]]:
         """Score completions [B] of prompts [P] that were sampled before, as `generate_and_score` does."""
         ranks, group_size = context.ranks, len(sampled) // len(prompts)
@@ -140,7 +149,7 @@ class Scorer:
         def work() -> tuple[Scored, dict[str, float]]:
             shard = ranks.shard_range(len(prompts))
             rows = torch.arange(shard.start * group_size, shard.stop * group_size, device=sampled.mask.device)
-            scored, metrics = self._score(token_at, prompts[shard], sampled[rows], None, None, context)
+            scored, metrics = self._score(token_at, prompts[shard], sampled[rows], None, None, context, opening)
             return scored.to(_CPU) if ranks.size > 1 else scored, metrics
 
         return _concatenate(ranks.all_or_raise(work, waiting=context.clock("wait")), sampled.mask.device)
@@ -160,18 +169,15 @@ class Scorer:
 
     def _scoring(
         self,
-        locator: TokenLocator,
         prompts: Prompts,
         group_size: int,
         context: StepContext,
         turn_columns: Mapping[str, Sequence[Any]],
+        opening: Opening,
     ) -> Scoring:
         columns = {name: _per_row(values, group_size) for name, values in prompts.columns.items()} | dict(turn_columns)
-        chat = getattr(locator, "chat", None)  # of a policy; without one nobody knows what the prompts looked like
-        begun = ["" if chat is None else prefill(chat.opening(prompt)) for prompt in prompts.texts]
-        return Scoring(
-            self.rewards, _per_row(prompts.texts, group_size), columns, context.poll, _per_row(begun, group_size)
-        )
+        prefills = _per_row([prefill(opening(prompt)) for prompt in prompts.texts], group_size)
+        return Scoring(self.rewards, _per_row(prompts.texts, group_size), columns, context.poll, prefills)
 
     def _score(
         self,
@@ -181,13 +187,15 @@ class Scorer:
         scoring: Scoring | None,
         episodes: "Episodes | None",
         context: StepContext,
+        opening: Opening,
     ) -> tuple[Scored, dict[str, float]]:
         with context.clock("reward"):
             if episodes is not None:
                 episodes.check()
             if scoring is None:
                 group_size = len(sampled) // len(prompts)
-                scoring = self._scoring(locator, prompts, group_size, context, _turn_columns(sampled, episodes))
+                turn_columns = _turn_columns(sampled, episodes)
+                scoring = self._scoring(prompts, group_size, context, turn_columns, opening)
             turns = turn_spans(sampled)
             completions = sampled.ids[:, -sampled.mask.shape[1] :].tolist()
             ids = [row[slice(*spans[-1])] for row, spans in zip(completions, turns, strict=True)]  # of the last turn
@@ -348,7 +356,7 @@ def unscored_rows(rewards: Mapping[str, RewardSpec], source: Any) -> list[str]:
     rows = [source[i][1] for i in range(min(len(source), _CHECKED_ROWS))]
     warnings, applies = [], [False] * len(rows)
     for name, columns in required.items():
-        lacks = [[column for column in columns if _is_missing(row[column])] for row in rows]
+        lacks = [[column for column in columns if is_missing(row[column])] for row in rows]
         applies = [before or not lacking for before, lacking in zip(applies, lacks, strict=True)]
         if count := sum(map(bool, lacks)):
             text = ", ".join(sorted({*chain.from_iterable(lacks)}))
@@ -359,10 +367,6 @@ def unscored_rows(rewards: Mapping[str, RewardSpec], source: Any) -> list[str]:
             "add a reward that applies"
         )
     return warnings
-
-
-def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and value != value)
 
 
 def show_inputs(policy: Policy, rewards: Mapping[str, RewardSpec], source: Any) -> None:

@@ -29,6 +29,10 @@ def of_one_answer(completion, prompt, answer):
     return 10.0 * len(prompt) + float(completion[0]["content"] == answer)
 
 
+def fails_on_six(completions, answer):
+    return [1 / (int(right) - 6) for right in answer]
+
+
 def sometimes(completions, answer):
     return [None if len(text) % 2 else len(text) / 10 for text in completions]
 
