@@ -12,6 +12,7 @@ from grpo_lightning.advantage import centered, process
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector, max_variance, mixed
 from grpo_lightning.rollout.collector import advantage_metrics
+from grpo_lightning.rollout.scoring import _placed
 from grpo_lightning.types import Prompts, Sampled, Scored
 from tests.support import hostile
 from tests.support.sampling import context as make_context
@@ -205,6 +206,18 @@ def test_scores_of_steps_reach_the_tokens_where_they_end():
     # as one number it is the mean of the steps: .5 and 0
     assert found.scored.rewards["steps"].tolist() == [0.5, 0.0]
     assert found.scored.rewards["total"].tolist() == [3 + 2 * 0.5, 0.0]
+
+
+def test_a_score_stands_at_the_end_of_its_step_its_turn_or_the_last_turn():
+    turns, ids = [(0, 2), (4, 7)], [7, 8, 9]
+    for value, turn_scores, expected in (
+        (None, None, []),
+        (1.5, None, [(6, 1.5)]),
+        (((1, 0.5), (3, 1.0)), None, [(4, 0.5), (6, 1.0)]),  # steps of the last turn, a token is a character
+        (3.0, [(0, 1.0), (1, 2.0)], [(1, 1.0), (6, 2.0)]),
+        (2.5, [(0, 1.0), (1, 2.0)], [(6, 2.5)]),  # clipped
+    ):
+        assert _placed(value, ids, turns, lambda ids, end: end - 1, turn_scores) == expected
 
 
 def test_scores_enter_clipped_and_are_logged_as_they_are():

@@ -132,7 +132,10 @@ def failing(turns, number):
 
 def collected(policy, function, **settings):
     collector = Collector(
-        reward={"environment": RewardSpec(partial(of_environment), 1.0)},
+        reward={
+            "environment": RewardSpec(partial(of_environment), 1.0),
+            "other": RewardSpec(lambda completions: [1.0] * len(completions), 0.0),
+        },
         advantage=advantage.centered,
         outcome=None,
         threshold=1.0,
@@ -159,6 +162,7 @@ def test_episodes_in_which_the_environment_fails_are_left_out(policy, caplog):
     assert_close(failed.rollout.advantages[others, :length], whole.rollout.advantages[others, :length])
     scored = collected(policy, failing, failed_score=-1.0)
     assert scored.scored.rewards["environment"][rows].tolist() == [-1.0] * len(rows)
+    assert scored.scored.rewards["other"].isnan().nonzero().flatten().tolist() == rows  # no other reward applies
     with pytest.raises(EpisodeError, match=r"failed in \d of 9 episodes .*max_failed=0.05.*first on row \d, exception"):
         collected(policy, failing, max_failed=0.05)
 
