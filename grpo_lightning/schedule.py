@@ -189,5 +189,5 @@ def _children(part: Any) -> dict[Any, Any] | None:
     if isinstance(part, partial):
         return part.keywords
     if is_dataclass(part) and not isinstance(part, type):
-        return {f.name: getattr(part, f.name) for f in fields(part) if f.init}
+        return {f.name: getattr(part, f.name) for f in fields(part)}
     return None

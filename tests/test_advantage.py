@@ -11,6 +11,7 @@ from grpo_lightning.advantage import (
     per_reward,
     process,
     standardized,
+    to_go,
 )
 
 NAN = float("nan")
@@ -141,5 +142,8 @@ def test_a_group_of_one_and_other_corrections_are_refused():
         for shape in ((3, 1), (4,)):
             with pytest.raises(ValueError, match="at least 2"):
                 advantage(torch.ones(shape))
+    for advantage in (process, to_go):
+        with pytest.raises(ValueError, match="at least 2"):
+            advantage(torch.zeros(1, 1, 3))
     with pytest.raises(ValueError, match=r"advantage.correction=2: allowed are 0"):
         standardized(REWARDS, correction=2)

@@ -24,7 +24,7 @@ def made(directory, *overrides) -> Any:
 
 def test_groups_with_signal_by_hand():
     # equal; different; equal but for rounding; one that is unknown differs from nothing; none is known
-    rewards = [[1.0, 1.0], [0.0, 1.0], [0.1 + 0.2, 0.3], [1.0, NAN], [NAN, NAN]]
+    rewards = [[1.0, 1.0], [0.0, 1.0], [0.1 + 0.2, 0.3], [-1.0, NAN], [NAN, NAN]]
     assert share_that_differs(torch.tensor(rewards, dtype=torch.float64)) == pytest.approx(1 / 5)
 
 

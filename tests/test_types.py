@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 import torch
 
-from grpo_lightning.types import Prompts
+from grpo_lightning.types import Prompts, Sampled
 from tests.test_loss import rollout
 
 
@@ -59,6 +59,27 @@ def test_a_misshapen_field_is_refused_by_name():
     ):
         with pytest.raises(ValueError, match=message):
             rollout(**{field: value})
+
+
+def test_samples_of_several_parts_are_padded_on_both_sides():
+    def sampled(ids, prompt, text):
+        length = len(ids) - prompt
+        return Sampled(
+            ids=torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.bool),
+            mask=torch.ones(1, length, dtype=torch.bool),
+            logprobs=torch.full((1, length), -0.5),
+            entropy=torch.ones(1, length),
+            texts=(text,),
+            finished=(True,),
+        )
+
+    found = Sampled.concatenate([sampled([5, 6, 7], 2, "a"), sampled([8, 9, 3, 4], 1, "b")])
+    assert found.ids.tolist() == [[5, 6, 7, 0, 0], [0, 8, 9, 3, 4]]
+    assert found.attention_mask.int().tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]]
+    assert found.mask.int().tolist() == [[1, 0, 0], [1, 1, 1]]
+    assert found.logprobs.tolist() == [[-0.5, 0.0, 0.0], [-0.5] * 3]
+    assert (found.texts, found.finished, found.turns, found.support) == (("a", "b"), (True, True), None, None)
 
 
 def test_prompts_collate_by_column():
