@@ -256,7 +256,7 @@ class HParams(Callback):
                     # Lightning's log_hyperparams would also write a value of each metric, which has none yet; the
                     # third summary would say that the run has succeeded.
                     for summary in hparams(shown, dict.fromkeys(self.metrics))[:2]:
-                        logger.experiment.file_writer.add_summary(summary)
+                        logger.experiment._get_file_writer().add_summary(summary)  # a validation has closed it
                 elif settings:
                     logger.log_hyperparams(dict(settings))
 
