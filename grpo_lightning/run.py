@@ -127,11 +127,14 @@ class Run:
         if is_loaded := settings["_target_"] == "grpo_lightning.policy.loading.load":
             from grpo_lightning.policy.loading import load_chat
 
-            check_readable(data, load_chat(**settings), training=training)  # before the weights are read
+            chat = load_chat(**settings)  # before the weights are read
+            check_readable(data, chat, training=training)
+            data.limit_prompts(lambda prompts: [len(ids) for ids in chat.tokenize(prompts)])
         policy = self.build("policy")
         if not is_loaded:
             check_readable(data, policy.chat, training=training)
-        data.limit_prompts(policy.count_tokens)
+        if not is_loaded or self.config.get("environment") is not None:  # which may show tools in every prompt
+            data.limit_prompts(policy.count_tokens)
         self._take_over(data)
         for key, tokens in completion_limits(data, policy, self.config, fixed=self._is_fixed).items():
             cast(Any, self.change)(key, tokens)

@@ -5,17 +5,15 @@ from functools import partial
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.generic import GenericPolicy
-from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.sampler.native import sampler as native
 from grpo_lightning.sampler.native.sampler import decode
 from grpo_lightning.types import Sampled, Sampling, spans
-from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint
+from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.episodes import Episode, FakeResponder, chatty, played_alone
-from tests.support.sampling import ENDS, OPTIONS, PLAIN, PROMPTS, generate, opened
+from tests.support.sampling import OPTIONS, PLAIN, PROMPTS, generate, opened
 
 LONGER = 60
 SAMPLING = PLAIN | {"max_new_tokens": LONGER}
@@ -38,11 +36,6 @@ def sampled(policy, environment=chatty, *, options=(), prompts=PROMPTS, group_si
     sampling = Sampling(**SAMPLING | dict(options))
     responder = FakeResponder(environment, is_slow=waits)
     return generate(policy, prompts, group_size=group_size, sampling=sampling, seed=5, responder=responder, **given)
-
-
-def talkative(turns):
-    """Replies of 1 to 22 tokens."""
-    return chatty(turns) and chatty(turns) + " Corgis are small dogs." * (len(turns[-1]) % 3)
 
 
 def assert_equal(found: Sampled, expected: list[Episode]) -> None:
@@ -129,35 +122,6 @@ def test_a_reply_that_leaves_no_room_cuts_before_it(policy):
         assert turns[-1][1] == last  # it ends on a token of the model
         assert len(found.turns[row]) == len(found.replies[row]) + 1
     assert not any(found.finished)
-
-
-WINDOW = 24
-SIZES = {
-    **{"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_window_layers": 1},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": WINDOW, "use_sliding_window": True},
-    **{"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None},
-}
-
-
-@pytest.mark.slow
-def test_windows_reach_as_far_as_without_a_cache(monkeypatch):
-    """A window in every other layer."""
-    torch.manual_seed(0)
-    policy = HFPolicy(Qwen2ForCausalLM(Qwen2Config(**SIZES)), tokenizer(chat=False), share_prompts=True)
-    policy.end_ids = ENDS
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-    sampling = Sampling(**PLAIN | {"max_new_tokens": 80})
-    expected = played_alone(policy, PROMPTS, talkative, group_size=3, sampling=sampling, seed=5)
-    assert sum(len(one.ids) > 2 * WINDOW and len(one.turns) > 1 for one in expected) > 2
-    for waits, sync_every in ((False, 1), (True, 16)):
-        monkeypatch.setattr(native, "decode", partial(decode, sync_every=sync_every))
-        responder = FakeResponder(talkative, is_slow=waits)
-        found = generate(policy, PROMPTS, group_size=3, sampling=sampling, seed=5, responder=responder)
-        assert_equal(found, expected)
-        assert_close(policy.logprobs(found, temperature=1.0), found.logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
