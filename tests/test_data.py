@@ -155,10 +155,10 @@ def test_held_out_rows_of_a_file_are_never_trained_on(tmp_path, caplog):
 
 def test_files_of_other_kinds_are_the_same_rows(tmp_path):
     """A column is of numbers if all its values are; an empty cell and NaN are missing."""
-    rows = [{"prompt": "a, b", "answer": "21", "level": 1}, {"prompt": "c", "answer": "007", "level": None}]
-    text = 'prompt,answer,level\n"a, b",21,1\nc,007,\n'
+    rows = [{"prompt": "a, b", "answer": "21", "level": 1}, {"prompt": "c", "answer": "1.50", "level": None}]
+    text = 'prompt,answer,level\n"a, b",21,1\nc,1.50,\n'
     (tmp_path / "a.csv").write_text("\ufeff" + text)
-    (tmp_path / "a.tsv").write_text("prompt\tanswer\tlevel\na, b\t21\t1\r\n\nc\t007\t\n")
+    (tmp_path / "a.tsv").write_text("prompt\tanswer\tlevel\na, b\t21\t1\r\n\nc\t1.50\t\n")
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     write(tmp_path / "b.json", *rows)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))

@@ -191,7 +191,7 @@ def _strict(schema: Any) -> Any:
         return [_strict(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    plain = {key: _strict(part) for key, part in schema.items() if part is not True}
+    plain = {key: _strict(part) for key, part in schema.items()}
     return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain
 
 
