@@ -245,6 +245,7 @@ EXPLAINED = {
     "+loss.kl_coef=1": "An item is already at 'loss.kl_coef'",
     "steps=${nope}": "data.steps: Interpolation key 'nope' not found",
     "a=1": "a=1: unknown; `",
+    "tags=[größe]": "tags=[größe]: letters other than ASCII's need quotes",
     "trainer='\x1b[2Jx'": "\\x1b[2Jx",
 }
 
