@@ -189,8 +189,8 @@ def test_what_a_command_chooses_wins_over_an_experiment():
 
 
 def test_experiments_that_show_no_learning_say_so_first():
-    assert "that it runs, not that it learns." in " ".join(experiment_note("rlox_quickstart"))
-    assert "no learning was measured" in " ".join(experiment_note("gpt2_notebook"))
+    assert "that it runs, not that it learns." in " ".join(" ".join(experiment_note("rlox_quickstart")).split())
+    assert "no learning was measured" in " ".join(" ".join(experiment_note("gpt2_notebook")).split())
     assert experiment_note("mine") == []
 
 
