@@ -131,7 +131,9 @@ def compose_config(words: Sequence[str], name: str = "train") -> tuple[DictConfi
     else:
         choices = tuple(f"{group}=" for group in (*_CHOSEN_PARTS, "algorithm", "reward", "module"))
         below = tuple(f"{part}." for part in chosen)
+        sizes = tuple(f"{part}.{key}" for part in chosen for key in _SIZES.get(part, ()))  # they are the experiment's
         kept = [word for word in words if word.startswith(("hydra.", *choices)) or word.lstrip("+~").startswith(below)]
+        kept = [word for word in kept if not word.lstrip("+~").startswith(sizes)]
         plain = hydra_compose(name, kept, return_hydra_config=True)
         words += [f"{part}={plain.hydra.runtime.choices[part]}" for part in chosen if part not in typed]
         cfg = hydra_compose(name, words, return_hydra_config=True)

@@ -211,6 +211,8 @@ def test_who_wins():
     assert (config["data"]["path"], config["data"]["prompts_per_step"]) == ("my.jsonl", 2)
     assert config["data"].get("columns") is None
     assert list(composed("experiment=annealed", "reward=[accuracy]")["reward"]) == ["accuracy"]
+    config = composed("experiment=annealed", "algorithm=gspo", "rollout.temperature.end=0.9", "rollout.group_size=4")
+    assert (config["rollout"]["temperature"]["end"], config["rollout"]["group_size"]) == (0.9, 4)
     assert "reference" not in composed("experiment=iterative_grpo", "callbacks=default")["callbacks"]
     assert composed("experiment=calculator", "environment=none", "policy=tiny")["environment"] is None
 
