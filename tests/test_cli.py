@@ -218,7 +218,7 @@ def test_runs_of_one_second_have_directories_of_their_own_and_odd_names_are_take
     (tmp_path / "größe.jsonl").write_text("\n".join(f'{{"prompt": "Säge {n}", "answer": "x"}}' for n in range(30)))
     words = [sys.executable, str(ROOT / "train.py"), *SMALL[:11], "steps=0", "logger=false", "data=jsonl"]
     words = [word for word in words if not word.startswith("data.train_size")]
-    more = ["data.path=größe.jsonl", "reward=[format]", "+trainer.profiler=simple", "task_name=Größe"]
+    more = ["data.path=größe.jsonl", "reward=[format]", "trainer.profiler=simple", "task_name=Größe"]
     started = [subprocess.Popen([*words, *more], cwd=tmp_path, env=ENVIRONMENT) for _ in range(2)]
     assert [process.wait(300) for process in started] == [0, 0]
     assert len(list((tmp_path / "runs").glob("*/*/summary.json"))) == 2

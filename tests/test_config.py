@@ -317,7 +317,7 @@ def test_all_unknown_keys_are_told_at_once_and_none_is_added_that_nothing_reads(
 def test_suggestions_compose_when_they_are_followed():
     for mistake in (
         *("stepps=3", "rollout.groupsize=3", "algoritm=dapo", "lr=3e-5", "num_generations=8", "temperatur=0.5"),
-        *("algorithm=grop", "data=my.jsonl", "data=openai/gsm8k", "policy=Qwen/Qwen3-0.6B", "trainer.profiler=simple"),
+        *("algorithm=grop", "data=my.jsonl", "data=openai/gsm8k", "policy=Qwen/Qwen3-0.6B"),
         *("optimizer.eps=1e-6", "trainer.benchmark=true"),
         *("reward=[accuracy,formt]", "reward=[accuracy,my.short]", "optimizer.learning_rate=1e-5", "seeed=1"),
         *("rollout.max_tokens=3", "profiler=simple", "+num_generations=4", "environment.max_turns=3"),

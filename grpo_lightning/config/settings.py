@@ -138,7 +138,8 @@ def nearest_key(key: str, known: Collection[str]) -> str | None:
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == above}
     if match := nearest(last, beside):
         return beside[match]
-    elsewhere = {name.rpartition(".")[2]: name for name in sorted(known, key=lambda name: (-name.count("."), name))}
+    order = sorted(known, key=lambda name: (not name.startswith("validation."), -name.count("."), name))
+    elsewhere = {name.rpartition(".")[2]: name for name in order}  # the last one of a name stays
     match = nearest(last, elsewhere, cutoff=0.75)
     return elsewhere[match] if match else nearest(key, known, cutoff=0.85)
 
