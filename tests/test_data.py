@@ -123,7 +123,10 @@ def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path):
     good = {"prompt": "p", "answer": "1"}
     for bad, words in [
         ('{"prompt": "p"', r"line 3: no JSON: Expecting"),
-        ({"question": "q"}, r"line 3, column 'prompt': missing; .*: set data.prompt_column=question, or data.map_row"),
+        (
+            {"question": "q"},
+            r"line 3, column 'prompt': missing; .*: set data.prompt_column=question \(or, .*data.map_row",
+        ),
         ({**good, "prompt": " \n"}, r"line 3, column 'prompt': expected text or a list of chat messages, not empty"),
         ({**good, "prompt": None}, r"line 3, column 'prompt': expected text .*, got None"),
         (

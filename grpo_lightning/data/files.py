@@ -139,8 +139,8 @@ def _no_prompt(column: str, names: Sequence[str]) -> str:
     """What to say of a row without a prompt."""
     likely = next((name for name in _LIKELY if name in names), "NAME")
     return (
-        f"column {column!r}: missing; the columns are {sorted(names)}: set data.prompt_column={likely}, or "
-        "data.map_row to a function that makes a row with a prompt of each"
+        f"column {column!r}: missing; the columns are {sorted(names)}: set data.prompt_column={likely} (or, "
+        "with jsonl and hub, data.map_row to a function that makes a row with a prompt of each)"
     )
 
 
