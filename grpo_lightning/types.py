@@ -344,7 +344,9 @@ class Scored:
             prompts=Prompts(
                 tuple(text for part in parts for text in part.prompts.texts),
                 {name: tuple(chain.from_iterable(part.prompts.columns[name] for part in parts)) for name in names},
-                tuple(origin for part in parts for origin in part.prompts.origins),
+                tuple(chain.from_iterable(p.prompts.origins for p in parts))
+                if all(p.prompts.origins for p in parts)
+                else (),
             ),
             sampled=Sampled.concatenate([part.sampled for part in parts]),
             rewards={name: torch.cat([part.rewards[name] for part in parts]) for name in parts[0].rewards},
@@ -359,7 +361,7 @@ class Scored:
 
     def state(self) -> dict[str, Any]:
         """Everything but the columns, as tensors and plain values, for a checkpoint."""
-        return asdict(replace(self, prompts=Prompts(self.prompts.texts, {})))
+        return asdict(replace(self, prompts=Prompts(self.prompts.texts, {}, self.prompts.origins)))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Scored":

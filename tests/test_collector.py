@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -146,6 +147,10 @@ def test_groups_carried_over_survive_a_checkpoint(tmp_path):
     carried = collect([DEAD, LIVE, LIVELY, LIVEST, DEAD, DEAD], **DYNAMIC).carried
     torch.save(carried.state(), tmp_path / "state")
     back = Scored.from_state(torch.load(tmp_path / "state", weights_only=True))
+    named = replace(back, prompts=replace(back.prompts, origins=("row 4",)))
+    assert Scored.concatenate([named, named]).prompts.origins == ("row 4",) * 2
+    assert Scored.concatenate([named, back]).prompts.origins == ()  # not all are known
+    assert Scored.from_state(named.state()).prompts.origins == ("row 4",)
     expected = collect([DEAD, LIVE, LIVELY, LIVELY, DEAD, DEAD], carried=carried, **DYNAMIC)
     found = collect([DEAD, LIVE, LIVELY, LIVELY, DEAD, DEAD], carried=back, **DYNAMIC)
     for name, value in vars(expected.rollout).items():
