@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from grpo_lightning.config.settings import quote_value
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.run import Run
 from tests.support.composed import build, composed
@@ -33,7 +34,7 @@ def small_run(directory: Path, *overrides: str) -> GRPOLightningModule:
     """Train as ``overrides`` say, which may choose another policy, and return the module."""
     own_policy = any(override.startswith("policy=") for override in overrides)
     small = [setting for setting in SMALL if not (own_policy and setting.startswith("policy"))]
-    arguments = [*small, f"run_dir={directory}", *overrides]
+    arguments = [*small, f"run_dir={quote_value(str(directory))}", *overrides]
     run = Run(composed(*arguments), build(*arguments), overrides=list(overrides), directory_given=True)
     run.execute()
     module: Any = run.module
