@@ -18,6 +18,7 @@ from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reference import of_model
 from grpo_lightning.reward import RewardSpec
+from grpo_lightning.reward.spec import innermost
 
 _REPLACED = ("advantage", "loss", "rollout", "sampler", "validation", "optimizer", "schedule", "correction", "trainer")
 """Parts of which an object is what their settings would build."""
@@ -72,8 +73,13 @@ class ObjectOverrides:
         if callable(value):
             name = getattr(value, "__name__", "reward")
             value = {name if name.isidentifier() else "reward": value}
+        elif isinstance(value, list | tuple) and value and all(map(callable, value)):
+            names = [getattr(called := innermost(one), "__name__", type(called).__name__) for one in value]
+            if len(set(names)) < len(names):
+                raise ValueError(f"reward: several functions are called alike ({', '.join(names)}); give them by name")
+            value = dict(zip(names, value, strict=True))
         if not isinstance(value, Mapping) or not value:
-            raise _unfit("reward", value, "a function or a mapping from names to functions")
+            raise _unfit("reward", value, "a function, a list of functions, or a mapping from names to functions")
         if not listed:
             self.overrides.append("reward=[]")
         for name, reward in value.items():

@@ -138,6 +138,15 @@ def test_sampling_leaves_the_gradient_above_quantized_weights_as_it_is(tmp_path,
     assert_close(gradient(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("key", ["target_modules", "modules_to_save"])
+def test_a_module_that_is_not_there_is_named(base, key):
+    adapter = {"r": 4, "target_modules": ["q_proj"]} | {key: ["up_proj", "query_key_value"]}
+    with pytest.raises(
+        ValueError, match=rf"adapter.{key}: the model has no module query_key_value; .* q_proj, up_proj"
+    ):
+        load(base, **SETTINGS, adapter=adapter)
+
+
 @pytest.mark.filterwarnings("ignore:.*ti:UserWarning")  # peft warns of what is tied
 @pytest.mark.parametrize(
     "layers",

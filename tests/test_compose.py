@@ -1,6 +1,7 @@
 """``compose``: objects become parts, and a run made of them is the command line's."""
 
 import copy
+import functools
 import json
 import os
 import shutil
@@ -126,6 +127,10 @@ def test_rewards_stand_beside_those_that_are_named_only(tmp_path):
     assert sorted(rewards) == ["format", "letters"]
     assert rewards["letters"].weight == 0.5
     assert rewards["letters"].function is letters
+    listed = [letters, functools.partial(low)]
+    assert list(grpo.compose(*SMALL, run_dir=tmp_path, reward=listed, data=ROWS).config["reward"]) == ["letters", "low"]
+    with pytest.raises(ValueError, match=r"several functions are called alike \(letters, letters\)"):
+        grpo.compose(*SMALL, reward=[letters, letters], data=ROWS)
     for words, names in (
         (("algorithm=dapo",), ["letters", "soft_overlong"]),
         (("experiment=annealed", *SMALL), ["letters"]),  # an experiment's give way
@@ -191,7 +196,7 @@ def test_what_cannot_be_a_part_is_refused():
         ({"steps": 3}, r"steps: no such part; .* anything else is a text, such as compose\('steps=3'\)"),
         ({"policy": 3}, r"policy=3: needs \(model, tokenizer\)"),
         ({"reward": {"short": 1.0}}, r"reward\['short'\]=1.0: needs a function"),
-        ({"reward": []}, r"reward=\[\]: needs a function or a mapping"),
+        ({"reward": []}, r"reward=\[\]: needs a function, a list of functions, or a mapping"),
         ({"reward": {"a b": letters}}, r"reward\['a b'\]: a name needs to be like that of a variable"),
         ({"data": 7}, "data=7: needs rows"),
         ({"data": {"prompt": ["a", "b"]}}, "data=.*: needs rows, a data set, a path, a PromptData"),

@@ -162,12 +162,14 @@ def test_files_of_other_kinds_are_the_same_rows(tmp_path):
     text = 'prompt,answer,level\n"a, b",21,1\nc,1.50,\n'
     (tmp_path / "a.csv").write_text("\ufeff" + text)
     (tmp_path / "a.tsv").write_text("prompt\tanswer\tlevel\na, b\t21\t1\r\n\nc\t1.50\t\n")
+    (tmp_path / "d.csv").write_text('prompt; answer; level\n"a, b"; 21; 1\nc; 1.50; \n')  # as some spreadsheets write
+    (tmp_path / "d.jsonl").write_text(json.dumps(rows, indent=1))
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     write(tmp_path / "b.json", *rows)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     (tmp_path / "c.csv.gz").write_bytes(gzip.compress(text.encode()))
     expected = [(row.pop("prompt"), row) for row in rows]
-    for name in ("a.csv", "a.tsv", "a.json", "b.json", "a.jsonl.gz", "c.csv.gz"):
+    for name in ("a.csv", "a.tsv", "a.json", "b.json", "a.jsonl.gz", "c.csv.gz", "d.csv", "d.jsonl"):
         assert rows_of(JsonLines(str(tmp_path / name))) == expected, name
     assert JsonLines(str(tmp_path / "a.csv")).origin(1) == f"{tmp_path}/a.csv, row 2"
     assert rows_of(Hub(str(tmp_path / "a.csv"), "train", columns={"prompt": "prompt", "level": "level"})) == [
@@ -175,12 +177,37 @@ def test_files_of_other_kinds_are_the_same_rows(tmp_path):
         ("c", {"level": None}),  # NaN of pandas
     ]
     (tmp_path / "a.csv").write_text("prompt,answer\na,b,c\n")
+    (tmp_path / "twice.csv").write_text("prompt,answer,answer\na,b,c\n")
+    for name in ("empty.csv", "a.txt"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "long.csv").write_text(f"prompt\n{'x' * 200_000}\n")
+    for name in ("gbk.csv", "gbk.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "倒写"}\n', encoding="gbk")
     for name, message in [
         ("a.csv", r"a.csv, row 1: 3 values for the 2 columns \['prompt', 'answer'\]"),
+        ("twice.csv", r"twice.csv: several columns are called answer"),
+        ("empty.csv", r"empty.csv: there is no row"),
+        ("long.csv", r"long.csv: field larger than field limit .*; JSON lines or parquet hold any text"),
+        ("gbk.csv", r"gbk.csv: not in UTF-8 \(.* in position 12: .*\); save the file in that encoding"),
+        ("gbk.jsonl", r"gbk.jsonl, line 1: not in UTF-8 "),
         ("a.txt", r"data.path=.*a.txt: expected a file ending in .jsonl, .*; data=hub data.path=.*a.txt reads folders"),
     ]:
         with pytest.raises(ValueError, match=message):
             JsonLines(str(tmp_path / name))
+
+
+def test_prompts_that_other_trainers_would_read_otherwise(tmp_path, caplog):
+    rows = [{"prompt": "half \ud83d", "images": None}, {"prompt": [{"role": "user", "content": "\ude00"}], "tools": []}]
+    for number, row in enumerate(rows):
+        write(tmp_path / f"{number}.jsonl", row)
+    found = JsonLines(str(tmp_path / "*.jsonl"))
+    assert [row[0] for row in rows_of(found)] == ["half ?", [{"role": "user", "content": "?"}]]
+    assert caplog.messages == [f"{tmp_path}/*.jsonl: rewards see the columns tools, and the model does not"]
+    for text in (json.dumps(rows[1]["prompt"]), str(rows[1]["prompt"])):
+        with pytest.raises(ValueError, match=r"a.jsonl, line 1, column 'prompt': chat messages as text; make a list"):
+            JsonLines(write(tmp_path / "a.jsonl", {"prompt": text}))
+    with pytest.raises(ValueError, match=r"data.path=.*/b\*.jsonl: there is no such file"):
+        JsonLines(str(tmp_path / "b*.jsonl"))
 
 
 def test_what_a_row_lacks_is_none_and_fields_in_columns_have_dotted_names(tmp_path):
@@ -410,8 +437,9 @@ def test_a_step_has_at_most_the_prompts_that_there_are(caplog):
     data.limit_prompts(lambda prompts: [8 if prompt == "p3" else 1 for prompt in prompts])
     assert (data.prompts_per_step, data.prompts_per_batch) == (4, 12)
     assert "data.prompts_per_step=6 is more than the 5 training prompts: a step has 5" in caplog.text
-    same = PromptData(train=Inline(["a"] * 5), validation=Inline(["b"]), **settings())
+    same = PromptData(train=Inline(["a"] * 5), validation=Inline([{"prompt": "b", "answer": 1}]), **settings())
     same.load()
+    assert "only one of the training and held-out prompts have the columns: answer" in caplog.text
     assert "all of the first 5 prompts are the same: 'a'" in caplog.text
 
 

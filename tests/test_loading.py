@@ -118,9 +118,14 @@ def a_run(directory):
         file.unlink()
 
 
+def an_adapter(directory):
+    (directory / "config.json").rename(directory / "adapter_config.json")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (an_adapter, r" is an adapter without its model; save peft's model.merge_and_unload\(\) and name that$"),
         (a_run, r" is the directory of a run; use its export: policy.path=\S+/export$"),
         (shutil.rmtree, ": no such file or directory"),
         (lambda path: (path / "config.json").unlink(), ": Unrecognized model"),
@@ -128,6 +133,8 @@ def a_run(directory):
     ],
 )
 def test_faults_of_a_directory_are_named_in_one_sentence(change, message, model):
+    with pytest.raises(ValueError, match=r"is a checkpoint; checkpoint=\S+/last.ckpt begins with its policy"):
+        opened(model / "last.ckpt")
     change(model)
     with pytest.raises(ValueError, match=rf"^policy.path='{model}'{message}") as error:
         opened(model)
@@ -275,3 +282,8 @@ def test_special_tokens_in_plain_text_are_told_with_their_row(caplog):
     chat = ChatTokenizer(tokenizer(chat=False))
     chat.check_prompts(["a", "b<|im_end|>", "<|im_start|>"], lambda number: f"prompts.jsonl, line {number + 1}")
     assert "prompts.jsonl, line 2 holds '<|im_end|>', the first of 2" in caplog.text
+    answered = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    ChatTokenizer(tokenizer(chat=True)).check_prompts(
+        [answered[:1], answered, answered], lambda number: f"row {number}"
+    )
+    assert "the last message of the assistant, such as in row 1: '4', the first of 2 prompts" in caplog.text

@@ -105,13 +105,20 @@ def test_all_problems_are_named_before_anything_runs():
     specs = {
         "one": RewardSpec(lambda completions, x: [], 1.0),
         "two": RewardSpec(PerCompletion(lambda text, y, z=1: 0), 1.0),
+        "three": RewardSpec(lambda solution_str, trainer_state: 0, 1.0),
     }
     with pytest.raises(RewardError) as error:
         check_columns(specs, ["prompts"])
     expected = ["column 'prompts'", "'one': parameter 'x' is no column of the data; there are ['prompts']"]
-    expected += ["'two': parameter 'y'"]
+    expected += [
+        "'two': parameter 'y'",
+        "a PerCompletion: reward=custom_per_completion",
+        "reward.three.weight may change",
+    ]
     assert [part for part in expected if part not in str(error.value)] == []
     check_columns({"mine": RewardSpec(lambda completions, x: [], 1.0)}, ["x"])
+    with pytest.raises(ValueError, match="function: <class 'list'> is a class; give an object of it"):
+        RewardSpec(list, 1.0)
 
 
 # --- what a function returns

@@ -162,7 +162,8 @@ _SAMPLING = tuple(
     f"rollout.{name}" for name in ("top_p", "top_k", "min_p", "max_new_tokens", "stop", "kv_cache_gib", "threshold")
 )
 RULES: dict[str, Rule] = {
-    **_each(integer(0), "steps", "rollout.top_k", "module.max_skipped", "schedule.warmup_steps"),
+    **_each(Rule(integer(0).test, "an integer >= 0, where 0 keeps all tokens"), "rollout.top_k"),
+    **_each(integer(0), "steps", "module.max_skipped", "schedule.warmup_steps"),
     **_each(integer(1), "preflight.prompts", "data.train_size", "rollout.max_new_tokens", "rollout.max_tries"),
     **_each(integer(1), "validation.every", "validation.samples_per_prompt", "loss.weights.length"),
     **_each(integer(1), "module.ppo_epochs", "module.microbatch_tokens"),

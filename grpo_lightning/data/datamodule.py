@@ -299,6 +299,10 @@ class PromptData(LightningDataModule):
             size = min(len(train), _CHECKED_ROWS)
             if size > 1 and len({repr(train[i][0]) for i in range(size)}) == 1:
                 _log.warning("all of the first %d prompts are the same: %.80r", size, train[0][0])
+            if apart := set(train[0][1]) ^ set(self._validation[0][1]):
+                _log.warning(
+                    "only one of the training and held-out prompts have the columns: %s", ", ".join(sorted(apart))
+                )
             self._train = train
         return self._train, self._validation
 

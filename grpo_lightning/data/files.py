@@ -1,9 +1,12 @@
 """Prompts from files, the Hugging Face hub, the config or memory; every row is checked once, when it is read."""
 
 import csv
+import glob
 import gzip
 import io
 import json
+import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +17,7 @@ from grpo_lightning.console import single_line
 from grpo_lightning.data.datamodule import PromptData, Row, Source
 from grpo_lightning.types import Prompt
 
+_log = logging.getLogger(__name__)
 _LINES, _TABLES = (".jsonl", ".json-lines", ".ndjson"), {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*_LINES, ".json", *_TABLES, ".parquet")
 """Files that `JsonLines` reads; all but the last may also end in .gz."""
@@ -23,6 +27,10 @@ _RESERVED = ("prompts", "completions", "completion_ids", "self")  # arguments of
 _MIN_HOLD_OUT = 5  # rows; of fewer in memory all serve for training and validation
 _LIKELY = ("question", "problem", "instruction", "query", "messages", "conversations", "text", "input")
 """What other data sets call the column of the prompt."""
+_UNSEEN = ("image", "images", "video", "videos", "audio", "tools", "chat_template_kwargs")
+"""Columns that other trainers show to the model."""
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""")
+"""Chat messages that were written as text, as CSV does."""
 
 Placed: TypeAlias = tuple[str, Mapping[str, Any]]
 """Where a row comes from, for messages, and its values by column."""
@@ -33,7 +41,9 @@ RowMap: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 def check_prompt(value: Any, where: str) -> Prompt:
     """The prompt of a row: text, chat messages with "role" and "content" only, or token ids; ValueError otherwise."""
     if isinstance(value, str) and value.strip():
-        return value
+        if _MESSAGES.match(value):
+            raise ValueError(f"{where}: chat messages as text; make a list of it in data.map_row, got {value!r:.80}")
+        return _paired(value)
     if isinstance(value, list) and value:
         if all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value):
             return value
@@ -51,7 +61,12 @@ def _message(value: Any, where: str) -> dict[str, str]:
             message["content"] = text
     if set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
         raise ValueError(f'{where}: expected an object with the texts "role" and "content", got {value!r:.80}')
-    return {"role": message["role"], "content": message["content"]}
+    return {"role": message["role"], "content": _paired(message["content"])}
+
+
+def _paired(text: str) -> str:
+    """A text without halves of surrogate pairs, such as of an emoji that was cut: no tokenizer takes them."""
+    return text.encode(errors="replace").decode()
 
 
 class Rows:
@@ -103,6 +118,8 @@ class Rows:
         names.pop(prompt_column, None)
         if reserved := [name for name in names if name in _RESERVED]:
             raise ValueError(f"{source}, column {reserved[0]!r}: an argument of reward functions; rename the column")
+        if unseen := [name for name in _UNSEEN if any(row.get(name) is not None for _, row in kept)]:
+            _log.warning("%s: rewards see the columns %s, and the model does not", source, ", ".join(unseen))
         self._origins = [place for place, _ in kept]
         self._rows: list[Row] = []
         for place, row in kept:
@@ -148,8 +165,9 @@ class JsonLines(Rows):
     """Rows of files: JSON lines, JSON, CSV, TSV or parquet.
 
     Args:
-        path: One file or several, ending in one of `SUFFIXES`. Blank lines do not count. An empty cell of a CSV or TSV
-            is None; its other values are texts, but for columns of numbers only.
+        path: One file or several, ending in one of `SUFFIXES`, or patterns such as ``data/*.parquet``. Blank lines do
+            not count. An empty cell of a CSV or TSV is None; its other values are texts, but for columns of numbers
+            only.
         selection: ``prompt_column``, ``columns``, ``filter`` and ``map_row``, as in `Rows`.
 
     Raises:
@@ -158,8 +176,17 @@ class JsonLines(Rows):
 
     def __init__(self, path: str | Sequence[str], **selection: Any) -> None:
         paths = [path] if isinstance(path, str | Path) else list(path)
-        rows = [row for name in paths for row in _read(Path(name).expanduser())]
+        rows = [row for name in paths for file in _matching(name) for row in _read(file)]
         super().__init__(rows, ", ".join(map(str, paths)), **selection)
+
+
+def _matching(name: str | Path) -> list[Path]:
+    """The file of a name, or those of a pattern."""
+    path = Path(name).expanduser()
+    found = [path] if path.exists() else [Path(one) for one in sorted(glob.glob(str(path)))]
+    if not found:
+        raise ValueError(f"data.path={name}: there is no such file")
+    return found
 
 
 def _read(path: Path) -> list[Placed]:
@@ -178,8 +205,8 @@ def _read(path: Path) -> list[Placed]:
     with gzip.open(path, "rb") if is_zipped else path.open("rb") as file:
         content = file.read()
     if suffix in _TABLES:
-        return _numbered(path, "row", _table(content.decode("utf-8-sig"), _TABLES[suffix], path))
-    if suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        return _numbered(path, "row", _table(_text(content, str(path)), _TABLES[suffix], path))
+    if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         items = _json(content, str(path))
         return [(place, _object(item, place)) for place, item in _numbered(path, "item", items)]
     lines = _numbered(path, "line", content.split(b"\n"))  # bytes, as only a newline ends a line of JSON
@@ -190,10 +217,18 @@ def _numbered(path: Path, unit: str, rows: Iterable[Any]) -> list[tuple[str, Any
     return [(f"{path}, {unit} {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _json(text: bytes, where: str) -> Any:
+def _text(content: bytes, where: str) -> str:
     try:
-        return json.loads(text.decode("utf-8-sig"))
-    except ValueError as error:  # of JSON or of UTF-8
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not in UTF-8 ({error}); save the file in that encoding") from error
+
+
+def _json(content: bytes, where: str) -> Any:
+    text = _text(content, where)
+    try:
+        return json.loads(text)
+    except ValueError as error:
         raise ValueError(f"{where}: no JSON: {error}") from error
 
 
@@ -205,7 +240,18 @@ def _object(row: Any, where: str) -> Mapping[str, Any]:
 
 def _table(text: str, delimiter: str, path: Path) -> list[dict[str, Any]]:
     """The rows of a CSV or TSV; a column is of numbers if all its values are written as Python writes them."""
-    names, *rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    header = text.partition("\n")[0]
+    if delimiter not in header and ";" in header:  # as spreadsheets write CSV where the comma is a decimal sign
+        delimiter = ";"
+    try:
+        names, *rows = (
+            csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True) if text else [[]]
+        )
+    except csv.Error as error:
+        raise ValueError(f"{path}: {error}; JSON lines or parquet hold any text") from error
+    names = [name.strip() for name in names]
+    if twice := sorted({name for name in names if name and names.count(name) > 1}):
+        raise ValueError(f"{path}: several columns are called {', '.join(twice)}")
     for number, row in enumerate(rows, 1):
         if row and len(row) != len(names):
             raise ValueError(f"{path}, row {number}: {len(row)} values for the {len(names)} columns {names}")

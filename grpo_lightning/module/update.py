@@ -126,7 +126,7 @@ def trained_weights(policy: nn.Module) -> list[nn.Parameter]:
     """The weights that are trained.
 
     Raises:
-        ValueError: They are of 16 bits, or quantized without an adapter.
+        ValueError: There are none, or they are of 16 bits, or quantized without an adapter.
     """
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
     if coarse := {str(weight.dtype).removeprefix("torch.") for weight in trained} - {"float32", "float64"}:
@@ -140,6 +140,8 @@ def trained_weights(policy: nn.Module) -> list[nn.Parameter]:
             "policy: quantized weights cannot be trained; add an adapter, such as "
             "policy.adapter={r: 16, lora_alpha: 32}"
         )
+    if not trained:
+        raise ValueError("policy: all its weights are frozen; call requires_grad_() on those that are to be trained")
     return trained
 
 

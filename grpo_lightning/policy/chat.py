@@ -138,7 +138,7 @@ class ChatTokenizer:
         Raises:
             ValueError: As `render`; says of how many prompts, and where the first comes from.
         """
-        problems, special, total = list[str](), list[str](), 0
+        problems, special, continued, total = list[str](), list[str](), list[str](), 0
         for total, prompt in enumerate(prompts, 1):
             try:
                 if not _is_ids(prompt):
@@ -147,11 +147,16 @@ class ChatTokenizer:
                 problems.append(str(error) if problems else f"{origin(total - 1)}: {error}")
             if not self.uses_template and (found := self.special_text(prompt)):
                 special.append(found if special else f"{origin(total - 1)} holds {found!r}")
+            if isinstance(last := prompt[-1], Mapping) and last["role"] == "assistant":
+                continued.append("" if continued else f"{origin(total - 1)}: {last['content']!r:.60}")
         if problems:
             others = f" (the first of {len(problems)} such prompts of {total})" if len(problems) > 1 else ""
             raise ValueError(problems[0] + others)
         if special:
             log.warning("special tokens in plain text are read as such: %s, the first of %d", special[0], len(special))
+        if continued:
+            text = "completions continue the last message of the assistant, such as in %s, the first of %d prompts"
+            log.warning(text, continued[0], len(continued))
 
     def special_text(self, prompt: Prompt) -> str | None:
         """The first special token that a prompt's own text holds and the tokenizer would read as such, or None."""

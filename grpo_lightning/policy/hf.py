@@ -233,12 +233,23 @@ class HFPolicy(Policy):
 
 
 def with_adapter(model: Any, adapter: "Mapping[str, Any] | PeftConfig") -> Any:
-    """The model, which may be quantized, with a new adapter: arguments of ``LoraConfig``, or a config of peft's."""
+    """The model, which may be quantized, with a new adapter: arguments of ``LoraConfig``, or a config of peft's.
+
+    Raises:
+        ValueError: The model has no module of a name among ``target_modules`` or ``modules_to_save``.
+    """
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training  # which take seconds
 
     if any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     config: Any = LoraConfig(task_type="CAUSAL_LM", **adapter) if isinstance(adapter, Mapping) else adapter
+    modules = dict(model.named_modules())
+    for key in ("target_modules", "modules_to_save"):
+        names = getattr(config, key) or ()
+        for name in () if isinstance(names, str) else names:  # peft leaves out one that is not there
+            if not any(f".{path}".endswith(f".{name}") for path in modules):
+                layers = sorted({path.rpartition(".")[2] for path, one in modules.items() if hasattr(one, "weight")})
+                raise ValueError(f"policy.adapter.{key}: the model has no module {name}; it has {', '.join(layers)}")
     return get_peft_model(model, config)
 
 

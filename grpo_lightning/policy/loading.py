@@ -178,6 +178,14 @@ def readable_errors(key: str, path: str) -> Iterator[None]:
     directory = Path(path).expanduser()
     if not (directory / "config.json").exists() and (directory / "export" / "config.json").exists():
         raise ValueError(f"{key}={path!r} is the directory of a run; use its export: {key}={directory / 'export'}")
+    if directory.suffix == ".ckpt":
+        raise ValueError(
+            f"{key}={path!r} is a checkpoint; checkpoint={path} begins with its policy, mode=export exports it"
+        )
+    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+        raise ValueError(
+            f"{key}={path!r} is an adapter without its model; save peft's model.merge_and_unload() and name that"
+        )
     try:
         yield
     except torch.OutOfMemoryError:

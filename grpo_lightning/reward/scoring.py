@@ -27,6 +27,8 @@ _CHECKED = ("exact", "numeric", "countdown", "code", "repetition", "length", "so
 """Rewards that are fast on an empty completion, and refuse right answers and settings that are of no use."""
 _ROLES = {"prompts": "user", "completions": "assistant"}
 _SHOWN_CHARACTERS = 80
+_ONE_COMPLETION = ("completion", "prompt", "response", "solution_str", "predict", "prediction", "predict_str")
+"""Parameters of functions that score one completion, as verl and its relatives call them."""
 
 
 def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[str]) -> None:
@@ -36,11 +38,18 @@ def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[st
     problems += [f"column {name!r} has the name of a reward's argument" for name in taken]
     known = dict.fromkeys((*ARGUMENTS, *column_names), ())
     for name, spec in rewards.items():
-        problems += [
-            f"reward {name!r}: parameter {parameter!r} is no column of the data; there are {sorted(column_names)} "
-            f"(data.columns takes it from another one, or from a field: {{…, {parameter}: COLUMN.FIELD}})"
-            for parameter in arguments(spec.function, known)[0]
-        ]
+        for parameter in arguments(spec.function, known)[0]:
+            hint = f"data.columns takes it from another one, or from a field: {{…, {parameter}: COLUMN.FIELD}}"
+            if parameter in _ONE_COMPLETION:
+                hint = (
+                    "a function of one completion, its first argument, is a PerCompletion: reward=custom_per_completion"
+                )
+            elif parameter == "trainer_state":
+                hint = f"rewards do not see the trainer; reward.{name}.weight may change with the steps"
+            problems.append(
+                f"reward {name!r}: parameter {parameter!r} is no column of the data; there are {sorted(column_names)} "
+                f"({hint})"
+            )
     if problems:
         raise RewardError("; ".join(problems))
 

@@ -95,6 +95,10 @@ class RewardSpec:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise ValueError(f"function: expected a callable (`_partial_: true` in YAML), got {self.function!r}")
+        if isinstance(innermost(self.function), type):
+            raise ValueError(
+                f"function: {self.function!r} is a class; give an object of it (in YAML `_partial_: false`)"
+            )
         fixed = {name: value for name, value in vars(self).items() if not isinstance(value, Schedule)}
         if wrong := problems(REWARD, fixed):
             raise ValueError("; ".join(wrong))
