@@ -245,7 +245,7 @@ def with_adapter(model: Any, adapter: "Mapping[str, Any] | PeftConfig") -> Any:
     config: Any = LoraConfig(task_type="CAUSAL_LM", **adapter) if isinstance(adapter, Mapping) else adapter
     modules = dict(model.named_modules())
     for key in ("target_modules", "modules_to_save"):
-        names = getattr(config, key) or ()
+        names = getattr(config, key, None) or ()
         for name in () if isinstance(names, str) else names:  # peft leaves out one that is not there
             if not any(f".{path}".endswith(f".{name}") for path in modules):
                 layers = sorted({path.rpartition(".")[2] for path, one in modules.items() if hasattr(one, "weight")})
