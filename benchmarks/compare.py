@@ -18,7 +18,7 @@ import torch
 from benchmarks.measure import format_ratio, ratio
 from benchmarks.process import ROOT, Worker
 from benchmarks.setting import TINY, Setting
-from grpo_lightning.sampler.native.sampler import NativeSampler
+from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.types import Rollout, Sampling
 
 CASES = (

@@ -25,7 +25,7 @@ from benchmarks.setting import Setting
 from grpo_lightning import memory
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
-from grpo_lightning.sampler.native.sampler import NativeSampler
+from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.transformer.lm_head import LMHead
 from grpo_lightning.types import Sampled
 

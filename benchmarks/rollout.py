@@ -14,7 +14,7 @@ from benchmarks import compare
 from benchmarks.measure import device, format_ratio, in_turns, ratio
 from benchmarks.setting import Setting
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.sampler.native.sampler import NativeSampler
+from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.types import Sampled, Sampling
 
 CASES = tuple(case for case in compare.CASES if case.name in ("base", "long_prompt", "full_length", "large_vocabulary"))

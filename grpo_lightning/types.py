@@ -26,7 +26,7 @@ class Sampling:
     """How completions are drawn.
 
     The logits are divided by the temperature first. Then ``top_k``, ``top_p`` and ``min_p`` leave a set of tokens, at
-    most `sampler.native.token_sampling.MAX_SUPPORT` of them, over which the probabilities add up to 1.
+    most `sampler.token_sampling.MAX_SUPPORT` of them, over which the probabilities add up to 1.
 
     Example:
         ``Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=512)`` draws from the policy itself.

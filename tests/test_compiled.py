@@ -7,8 +7,8 @@ from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.loading import load
-from grpo_lightning.sampler.native import fused_decode, shared_prompt_cache
-from grpo_lightning.sampler.native.shared_prompt_cache import SharedPromptCache
+from grpo_lightning.sampler import fused_decode, shared_prompt_cache
+from grpo_lightning.sampler.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.transformer import lm_head
 from grpo_lightning.transformer.lm_head import LMHead
 from grpo_lightning.types import Sampling

@@ -8,8 +8,8 @@ from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED
 from grpo_lightning.policy.generic import GenericPolicy
-from grpo_lightning.sampler.native import sampler as native
-from grpo_lightning.sampler.native.sampler import decode
+from grpo_lightning.sampler import native
+from grpo_lightning.sampler.native import decode
 from grpo_lightning.types import Sampled, Sampling, spans
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.episodes import Episode, FakeResponder, chatty, played_alone

@@ -13,7 +13,7 @@ from transformers import GemmaConfig, GPT2Config, LlamaConfig, MistralConfig, Qw
 
 from benchmarks.measure import autocast, device
 from benchmarks.models import IDS, SMALL, qwen, random_policy, random_prompts, sampling
-from grpo_lightning.sampler.native.sampler import NativeSampler
+from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.transformer.attention import Stream
 from grpo_lightning.transformer.lm_head import LMHead, token_logprobs
 from grpo_lightning.transformer.logprobs import separate

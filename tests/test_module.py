@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from grpo_lightning.module.base import StepModule
 from grpo_lightning.module.update import Update, mean_metrics
 from grpo_lightning.policy.hf import HFPolicy
-from grpo_lightning.sampler.native.sampler import NativeSampler
+from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.types import Rollout
 from tests.support.composed import CONF, build
 from tests.support.mismatch import ragged

@@ -12,11 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED, GiB, Shape
+from grpo_lightning.sampler import fused_decode
 from grpo_lightning.sampler.base import Conversation, GenerationRequest, StopStrings
-from grpo_lightning.sampler.native import fused_decode
-from grpo_lightning.sampler.native.kv_cache import rows_within
-from grpo_lightning.sampler.native.sampler import CUDAGraphStep, DecodeBatch, decode
-from grpo_lightning.sampler.native.shared_prompt_cache import attend, attend_written_out
+from grpo_lightning.sampler.kv_cache import rows_within
+from grpo_lightning.sampler.native import CUDAGraphStep, DecodeBatch, decode
+from grpo_lightning.sampler.shared_prompt_cache import attend, attend_written_out
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.composed import composed

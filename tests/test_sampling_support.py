@@ -28,7 +28,7 @@ from grpo_lightning.reference import frozen_copy
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.scoring import StepContext
-from grpo_lightning.sampler.native.token_sampling import engine_filters, support_of_tokens
+from grpo_lightning.sampler.token_sampling import engine_filters, support_of_tokens
 from grpo_lightning.transformer import lm_head
 from grpo_lightning.transformer.logprobs import separate
 from grpo_lightning.types import Prompts, Rollout, Sampling, SamplingSupport

@@ -14,7 +14,7 @@ from grpo_lightning.policy.base import base_of
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
 from grpo_lightning.policy.shared_prompt import SharedPath, check
-from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep
+from grpo_lightning.sampler.fused_decode import FusedDecodeStep
 from grpo_lightning.transformer.attention import Stream
 from grpo_lightning.transformer.lm_head import LMHead
 from grpo_lightning.transformer.logprobs import separate

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.sampler.native import token_sampling as module
-from grpo_lightning.sampler.native.token_sampling import inverse_cdf, likeliest_tokens, sample_tokens, uniforms
+from grpo_lightning.sampler import token_sampling as module
+from grpo_lightning.sampler.token_sampling import inverse_cdf, likeliest_tokens, sample_tokens, uniforms
 from grpo_lightning.types import Sampling
 
 

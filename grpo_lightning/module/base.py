@@ -35,8 +35,8 @@ from grpo_lightning.module.update import GradientStep, trained_weights
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.base import Sampler
-from grpo_lightning.sampler.native.sampler import NativeSampler
-from grpo_lightning.sampler.native.token_sampling import NonFiniteLogits
+from grpo_lightning.sampler.native import NativeSampler
+from grpo_lightning.sampler.token_sampling import NonFiniteLogits
 from grpo_lightning.types import Clock, Prompt, Prompts
 from grpo_lightning.validation import Validation
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import Shape
 from grpo_lightning.policy.chat import ChatTokenizer
-from grpo_lightning.sampler.native.kv_cache import KVCache
-from grpo_lightning.sampler.native.token_sampling import EngineSupport, engine_support
+from grpo_lightning.sampler.kv_cache import KVCache
+from grpo_lightning.sampler.token_sampling import EngineSupport, engine_support
 from grpo_lightning.transformer.lm_head import LossGradient
 from grpo_lightning.transformer.logprobs import Chunk, lengths, padded_microbatches, same_prompts
 from grpo_lightning.types import Message, Prompt, Rollout, Sampled, Sampling

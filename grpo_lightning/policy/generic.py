@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.policy.base import Policy
-from grpo_lightning.sampler.native.kv_cache import KVCache, NoKVCache
+from grpo_lightning.sampler.kv_cache import KVCache, NoKVCache
 from grpo_lightning.transformer.lm_head import LossGradient, token_logprobs
 from grpo_lightning.transformer.logprobs import Chunk, lengths, logits_in_chunks
 from grpo_lightning.types import Rollout, Sampled

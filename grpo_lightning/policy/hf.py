@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_lightning.memory import Shape
 from grpo_lightning.policy.base import Policy, base_of, is_adapted
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window
-from grpo_lightning.sampler.native.kv_cache import DynamicKVCache, KVCache, NoKVCache, can_rewind, rows_within
+from grpo_lightning.sampler.kv_cache import DynamicKVCache, KVCache, NoKVCache, can_rewind, rows_within
 from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.lm_head import LossGradient

@@ -15,7 +15,7 @@ from grpo_lightning.loss import k1, k3
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout.scoring import Scorer, StepContext
-from grpo_lightning.sampler.native.token_sampling import MAX_SUPPORT
+from grpo_lightning.sampler.token_sampling import MAX_SUPPORT
 from grpo_lightning.types import Prompts, Rollout, Sampled, Sampling, SamplingSupport, Scored
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from grpo_lightning.reward import RewardSpec, Score, Scoring, clip_scores, scala
 from grpo_lightning.reward.accuracy import of_environment, prefill, reasoning_gym
 from grpo_lightning.reward.spec import ARGUMENTS, arguments, innermost, is_missing
 from grpo_lightning.sampler.base import Poll, Sampler
-from grpo_lightning.sampler.native.sampler import NativeSampler
+from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.types import Clock, Prompt, Prompts, Sampled, Sampling, Scored, spans
 
 if TYPE_CHECKING:

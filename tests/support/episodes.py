@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from grpo_lightning.sampler.native.token_sampling import sample_tokens, uniforms
+from grpo_lightning.sampler.token_sampling import sample_tokens, uniforms
 from grpo_lightning.types import Sampling
 
 Environment = Callable[[Sequence[str]], str | None]

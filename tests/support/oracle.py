@@ -2,7 +2,7 @@
 
 import torch
 
-from grpo_lightning.sampler.native.token_sampling import sample_tokens, uniforms
+from grpo_lightning.sampler.token_sampling import sample_tokens, uniforms
 from grpo_lightning.types import Sampling
 
 

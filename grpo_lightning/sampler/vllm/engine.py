@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from grpo_lightning.sampler.base import Completions, Conversation, GenerationRequest, Sampler
-from grpo_lightning.sampler.native.token_sampling import engine_filters
+from grpo_lightning.sampler.token_sampling import engine_filters
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.base import Policy

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.sampler.base import Completions, Conversation, GenerationRequest, Sampler
-from grpo_lightning.sampler.native.kv_cache import KVCache
-from grpo_lightning.sampler.native.token_sampling import NonFiniteLogits, SupportBuffer, sample_tokens, uniforms
+from grpo_lightning.sampler.kv_cache import KVCache
+from grpo_lightning.sampler.token_sampling import NonFiniteLogits, SupportBuffer, sample_tokens, uniforms
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.base import Policy

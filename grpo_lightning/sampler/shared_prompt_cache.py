@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.memory import COPIED
-from grpo_lightning.sampler.native.fused_decode import FusedDecodeStep
-from grpo_lightning.sampler.native.kv_cache import KVCache
+from grpo_lightning.sampler.fused_decode import FusedDecodeStep
+from grpo_lightning.sampler.kv_cache import KVCache
 from grpo_lightning.transformer import lm_head
 from grpo_lightning.transformer.attention import Stream, forward
 
