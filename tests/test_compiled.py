@@ -6,9 +6,9 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED
-from grpo_lightning.policy.loading import load
-from grpo_lightning.sampler import fused_decode, shared_prompt_cache
-from grpo_lightning.sampler.shared_prompt_cache import SharedPromptCache
+from grpo_lightning.policy.hf import load
+from grpo_lightning.sampler import fused_decode, kv_cache
+from grpo_lightning.sampler.kv_cache import SharedPromptCache
 from grpo_lightning.transformer import lm_head
 from grpo_lightning.transformer.lm_head import LMHead
 from grpo_lightning.types import Sampling
@@ -108,7 +108,7 @@ def test_a_kernel_that_counts_keys_draws_the_same(tmp_path, monkeypatch, copied,
     expected = sampled()
     like_gpu(monkeypatch, copied=copied)
     calls = []
-    monkeypatch.setattr(shared_prompt_cache, "counts_keys", lambda layers: True)
+    monkeypatch.setattr(kv_cache, "counts_keys", lambda layers: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *a, **k: calls.append(a) or flash(*a, **k))
     found = sampled()
     assert len({call[6] for call in calls}) > 1  # in rooms of several sizes

@@ -14,9 +14,8 @@ from torch.testing import assert_close
 from grpo_lightning.memory import COPIED, GiB, Shape
 from grpo_lightning.sampler import fused_decode
 from grpo_lightning.sampler.base import Conversation, GenerationRequest, StopStrings
-from grpo_lightning.sampler.kv_cache import rows_within
+from grpo_lightning.sampler.kv_cache import attend, attend_written_out, rows_within
 from grpo_lightning.sampler.native import CUDAGraphStep, DecodeBatch, decode
-from grpo_lightning.sampler.shared_prompt_cache import attend, attend_written_out
 from grpo_lightning.types import Sampling
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.composed import composed

@@ -15,8 +15,8 @@ from torch import Tensor
 from grpo_lightning.policy.base import base_of
 from grpo_lightning.sampler.base import GenerationRequest
 from grpo_lightning.sampler.fused_decode import FusedDecodeStep, PackedLinear, packs
+from grpo_lightning.sampler.kv_cache import SharedPromptCache
 from grpo_lightning.sampler.native import decode
-from grpo_lightning.sampler.shared_prompt_cache import SharedPromptCache
 from grpo_lightning.transformer.attention import Stream, forward
 from grpo_lightning.transformer.lm_head import LMHead, LossGradient, tokens_per_chunk
 from grpo_lightning.transformer.logprobs import Chunk, completion_ends, same_prompts, separate
