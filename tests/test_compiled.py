@@ -6,7 +6,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED
-from grpo_lightning.policy.hf import load
+from grpo_lightning.policy.loading import load
 from grpo_lightning.sampler import fused_decode, kv_cache
 from grpo_lightning.sampler.kv_cache import SharedPromptCache
 from grpo_lightning.transformer import lm_head
