@@ -43,6 +43,7 @@ from grpo_lightning.config.settings import (
 )
 from grpo_lightning.console import (
     describe_error,
+    is_first_process,
     log_line,
     print_line,
     redact,
@@ -50,7 +51,6 @@ from grpo_lightning.console import (
     start_banner,
 )
 from grpo_lightning.distributed import signals
-from grpo_lightning.distributed.devices import is_first_process
 
 log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.config import TOP, ConfigError, check_config, check_runtime
+from grpo_lightning.config.rules import default_precision
 from grpo_lightning.config.settings import (
     compose_problems,
     explain_compose_error,
@@ -33,8 +34,15 @@ from grpo_lightning.config.settings import (
     value_at,
 )
 from grpo_lightning.config.targets import with_targets
-from grpo_lightning.console import REDACTED, print_line, redact_config, redact_overrides, wrap, write_atomic
-from grpo_lightning.distributed.devices import default_precision, is_first_process
+from grpo_lightning.console import (
+    REDACTED,
+    is_first_process,
+    print_line,
+    redact_config,
+    redact_overrides,
+    wrap,
+    write_atomic,
+)
 
 if TYPE_CHECKING:
     from grpo_lightning.environment import Environment
@@ -251,7 +259,7 @@ def build_run(
         options: Those of `grpo_lightning.run.Run`.
     """
     if cfg.checkpoint is not None:  # policy and reference are those of the checkpoint
-        from grpo_lightning.checkpoint.policy import policy_settings
+        from grpo_lightning.checkpoint.resume import policy_settings
 
         named = {"mode": cfg.mode, "checkpoint": str(cfg.checkpoint), "run_dir": cfg.run_dir}
         chosen = options["overrides"] if explicit is None else explicit

@@ -306,3 +306,9 @@ def _on_one_line(first: str, second: str) -> list[str]:
     """One line, or where that does not fit two: what is to be copied is never cut."""
     line = f"{first} {second}"
     return [line] if len(line) <= WIDTH else [first, f"  {second}"]
+
+
+def is_first_process() -> bool:
+    """Whether this process writes and prints, by the launchers' variables; known before processes are in contact."""
+    numbers = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ]
+    return not numbers or numbers[0] == "0"

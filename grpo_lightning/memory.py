@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_lightning.console import log_line, wrap
-from grpo_lightning.distributed.devices import is_first_process
+from grpo_lightning.console import is_first_process, log_line, wrap
 from grpo_lightning.distributed.strategies import trainer_shards
 
 if TYPE_CHECKING:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from grpo_lightning import memory
-from grpo_lightning.console import log_line, redact_config, write_json
+from grpo_lightning.console import is_first_process, log_line, redact_config, write_json
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.datamodule import collate, prompt_index
-from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout import Collected
 from grpo_lightning.rollout.scoring import describe_examples

@@ -18,17 +18,17 @@ from lightning import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from grpo_lightning import memory
-from grpo_lightning.callbacks.export import check_replaceable, export
+from grpo_lightning.callbacks.checkpoint import check_replaceable, export
 from grpo_lightning.checkpoint import lock, resume
 from grpo_lightning.checkpoint.io import read_weights
-from grpo_lightning.checkpoint.policy import check_weights, load_checkpoint
-from grpo_lightning.checkpoint.resume import resume_command
+from grpo_lightning.checkpoint.resume import check_weights, load_checkpoint, resume_command
 from grpo_lightning.config import check_config, check_runtime, config_warnings
 from grpo_lightning.config.rules import LIVE
 from grpo_lightning.config.settings import value_at
 from grpo_lightning.console import (
     describe_error,
     end_banner,
+    is_first_process,
     log_line,
     redact_config,
     redact_overrides,
@@ -39,7 +39,6 @@ from grpo_lightning.console import (
 from grpo_lightning.data import PromptData, Source, check_readable, completion_limits
 from grpo_lightning.data.datamodule import GeneratedRows, origin
 from grpo_lightning.distributed import signals
-from grpo_lightning.distributed.devices import is_first_process
 from grpo_lightning.distributed.ranks import lost_contact
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import check_processes, is_externally_launched

@@ -69,7 +69,7 @@ WITHOUT_TORCH = {
     "sweep",
 }
 """Parts that import no torch, so that worker processes of rewards and a look at settings need none."""
-WITH_TORCH = {"reward/model.py"}
+WITH_TORCH = {"config/rules.py", "reward/model.py"}
 """Of these parts, the files that do."""
 
 

@@ -18,8 +18,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 from torch.testing import assert_close
 
 from grpo_lightning.callbacks.iterative import ReferenceRefresh
-from grpo_lightning.callbacks.logs import completions_table, fence
-from grpo_lightning.callbacks.progress import describe_metrics, progress_bar
+from grpo_lightning.callbacks.logs import completions_table, describe_metrics, fence, progress_bar
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.console import escape_control
 from grpo_lightning.types import Clock, Prompts, Sampled, Scored

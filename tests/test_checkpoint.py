@@ -25,8 +25,13 @@ from grpo_lightning.checkpoint import io as checkpoint_io
 from grpo_lightning.checkpoint import resume
 from grpo_lightning.checkpoint.io import CannotSave, read
 from grpo_lightning.checkpoint.lock import LOCK_FILE, Locked, is_locked, lock, lock_run
-from grpo_lightning.checkpoint.policy import base_fingerprint, check_adapter, policy_settings
-from grpo_lightning.checkpoint.resume import find_checkpoint, recorded_run
+from grpo_lightning.checkpoint.resume import (
+    base_fingerprint,
+    check_adapter,
+    find_checkpoint,
+    policy_settings,
+    recorded_run,
+)
 from grpo_lightning.config.settings import command_name
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
 from tests.support.board import scalars

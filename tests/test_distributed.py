@@ -7,8 +7,8 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
+from grpo_lightning.config.rules import num_processes
 from grpo_lightning.distributed import strategies
-from grpo_lightning.distributed.devices import num_processes
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, PeerError, Ranks, lost_contact
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import (

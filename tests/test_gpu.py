@@ -15,8 +15,7 @@ from benchmarks.measure import autocast, device
 from benchmarks.models import IDS, SMALL, qwen, random_policy, random_prompts, sampling
 from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.transformer.attention import Stream
-from grpo_lightning.transformer.lm_head import LMHead, token_logprobs
-from grpo_lightning.transformer.logprobs import separate
+from grpo_lightning.transformer.lm_head import LMHead, separate, token_logprobs
 
 pytestmark = pytest.mark.slow
 ON_GPU = torch.cuda.is_available()

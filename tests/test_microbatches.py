@@ -5,8 +5,8 @@ import random
 import torch
 
 from grpo_lightning.policy import hf
+from grpo_lightning.policy.base import packed_microbatches, padded_microbatches, same_prompts
 from grpo_lightning.policy.loading import character_llama
-from grpo_lightning.transformer.logprobs import packed_microbatches, padded_microbatches, same_prompts
 from grpo_lightning.types import Rollout
 from tests.support.running import small_run
 

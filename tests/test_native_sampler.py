@@ -12,8 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED, GiB, Shape
-from grpo_lightning.sampler import fused_decode
-from grpo_lightning.sampler.base import Conversation, GenerationRequest, StopStrings
+from grpo_lightning.sampler import Conversation, GenerationRequest, StopStrings, fused_decode
 from grpo_lightning.sampler.kv_cache import attend, attend_written_out, rows_within
 from grpo_lightning.sampler.native import CUDAGraphStep, DecodeBatch, decode
 from grpo_lightning.types import Sampling

@@ -3,8 +3,8 @@
 import torch
 from lightning import LightningModule
 
-from grpo_lightning.distributed import devices
-from grpo_lightning.distributed.devices import default_precision
+from grpo_lightning.config import rules
+from grpo_lightning.config.rules import default_precision
 from grpo_lightning.module.base import Loop
 
 
@@ -17,7 +17,7 @@ def test_the_precision_that_fits_a_device(monkeypatch):
         ("mps", "32-true", "32-true"),
     ):
         for has_cuda, expected in ((True, on_gpu), (False, elsewhere)):
-            monkeypatch.setattr(devices, "has_cuda", lambda has_cuda=has_cuda: has_cuda)
+            monkeypatch.setattr(rules, "has_cuda", lambda has_cuda=has_cuda: has_cuda)
             assert default_precision({"accelerator": accelerator}) == expected
     assert default_precision({}) == "32-true"
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 import grpo_lightning as grpo
-from grpo_lightning.callbacks.export import check_replaceable
+from grpo_lightning.callbacks.checkpoint import check_replaceable
 from grpo_lightning.checkpoint.resume import EVENTS_SUFFIX, config_diff, find_checkpoint
 from grpo_lightning.run import Run
 from tests.support.board import scalars

@@ -30,7 +30,7 @@ from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.token_sampling import engine_filters, support_of_tokens
 from grpo_lightning.transformer import lm_head
-from grpo_lightning.transformer.logprobs import separate
+from grpo_lightning.transformer.lm_head import separate
 from grpo_lightning.types import Prompts, Rollout, Sampling, SamplingSupport
 from tests.support import stand_in
 from tests.support.checkpoints import write_checkpoint

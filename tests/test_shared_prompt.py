@@ -16,8 +16,7 @@ from grpo_lightning.policy.loading import load
 from grpo_lightning.policy.shared_prompt import SharedPath, check
 from grpo_lightning.sampler.fused_decode import FusedDecodeStep
 from grpo_lightning.transformer.attention import Stream
-from grpo_lightning.transformer.lm_head import LMHead
-from grpo_lightning.transformer.logprobs import separate
+from grpo_lightning.transformer.lm_head import LMHead, separate
 from grpo_lightning.types import Rollout, Sampling
 from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint
 from tests.support.sampling import generate

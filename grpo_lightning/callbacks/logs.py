@@ -1,17 +1,38 @@
-"""What loggers get besides scalars: tables of completions; in TensorBoard histograms, charts and hyperparameters."""
+"""What people look at: lines of progress, recorded rollouts, tables of completions, and TensorBoard's pictures."""
 
+import logging
+import math
 import re
+import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
+from grpo_lightning import __version__, recording
 from grpo_lightning.config.settings import value_at
-from grpo_lightning.console import escape_control, redact
+from grpo_lightning.console import (
+    WIDTH,
+    drop_leading_zero,
+    escape_control,
+    format_number,
+    log_line,
+    metric_label,
+    redact,
+    single_line,
+)
 from grpo_lightning.logger import warn_on_failure
+from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.rollout.collector import Collected
 from grpo_lightning.rollout.scoring import turn_spans
 from grpo_lightning.types import Prompt, Scored
 
@@ -275,3 +296,214 @@ def hparams_columns(
             continue
         columns[key] = value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
     return columns
+
+
+log = logging.getLogger(__name__)
+_RECORDED = ("reward", "advantage", "loss", "rollout")
+"""The parts whose settings are recorded, once."""
+
+
+class RecordRollouts(Callback):
+    """Writes a file ``STEP.jsonl.gz`` for some steps, with all that its update was made from.
+
+    The first error in writing is a warning.
+
+    Args:
+        directory: Where the files go.
+        every: Steps between two that are recorded; the first step always is.
+
+    Raises:
+        ValueError: On construction, if ``every`` is below 1.
+    """
+
+    def __init__(self, directory: str, *, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"callbacks.rollouts.every={every}: must be an integer >= 1")
+        self.directory = Path(directory)
+        self.every = every
+        self._policy = ""
+        self._has_warned = False
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if isinstance(module, GRPOLightningModule) and self._is_due(module.completed_steps + 1):
+            self._policy = recording.fingerprint(module.policy)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not isinstance(module, GRPOLightningModule) or not outputs or not self._is_due(module.completed_steps):
+            return
+        collected: Collected = outputs["collected"]
+        updates = outputs["updates"]
+        logprobs: dict[int, list[float]] = {}
+        if len(updates) == 1 and collected.is_fresh:
+            pairs = (zip(rows.tolist(), values.tolist(), strict=True) for rows, values in updates[0].microbatches)
+            for part in module.loop.ranks.gather({row: values for pair in pairs for row, values in pair}):
+                logprobs |= part
+        if not trainer.is_global_zero:
+            return
+        header = self._header(module, collected, len(updates), outputs["collector"])
+        try:
+            lines = recording.to_lines(header, collected.scored, collected.rollout, logprobs)
+            recording.write(self.directory / recording.file_name(module.completed_steps), lines)
+        except (OSError, ValueError) as error:  # a full disk, or what JSON cannot hold
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "%s: the rollout of step %d was not recorded (%s): training goes on, and rollouts may be missing",
+                    *(self.directory, module.completed_steps, single_line(str(error))[:300]),
+                )
+
+    def _is_due(self, step: int) -> bool:
+        return step % self.every == 0 or step == 1
+
+    def _header(
+        self, module: GRPOLightningModule, collected: Collected, optimizer_steps: int, collector: Any
+    ) -> dict[str, Any]:
+        metrics = {name: float(value) for name, value in collected.metrics.items()}
+        updated = {
+            name: value
+            for name, value in module.metrics.items()
+            if name not in metrics and not name.startswith(("time/", "perf/", "val/"))
+        }
+        settings: dict[str, Any] = {name: v for name, v in module.settings.items() if name in _RECORDED}
+        if "rollout" in settings:
+            settings["rollout"] = {k: v for k, v in settings["rollout"].items() if k not in ("path", *_RECORDED)}
+        return {
+            "format": recording.FORMAT,
+            "version": __version__,
+            "step": module.completed_steps,
+            "seed": module.seed,
+            "temperature": float(collector.temperature),
+            "weights": collector.scorer.weights.tolist(),
+            "fresh": collected.is_fresh,
+            "complete": collected.is_fresh and int(collected.scored.sampled.mask.sum()) == collected.num_tokens,
+            "reference": module.reference is not None,
+            "policy": self._policy,
+            "num_tokens": collected.num_tokens,
+            "optimizer_steps": optimizer_steps,
+            "collected": {name: None if math.isnan(value) else value for name, value in sorted(metrics.items())},
+            "updated": dict(sorted(updated.items())),
+            "settings": settings,
+        }
+
+
+_MAX_NAME = 24
+"""Characters of a metric's name on a line; the name of a user's reward may be longer."""
+_TIME_WIDTH = 7
+"""Columns of the bar's remaining time, as in 0:01:23."""
+
+
+class RunProgress(Callback):
+    """Shows the phase and a few metrics of the newest step.
+
+    Args:
+        every: Steps between two lines where the output is no terminal.
+    """
+
+    def __init__(self, *, every: int) -> None:
+        self.every = every
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._started = 0.0
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        self._started = time.perf_counter()
+        if trainer.is_global_zero and sys.stderr.isatty():
+            self._bar = progress_bar(module, trainer, Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task("fit", total=module.steps, completed=module.completed_steps)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        step: int = module.completed_steps
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+        elif step % self.every == 0 and step != module.steps and step % module.validation.every:
+            self._print(trainer, module)  # a validation that follows has a line of its own
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        if module.validated_at != module.completed_steps:
+            return
+        if self._bar is None:
+            self._print(trainer, module)
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _print(self, trainer: Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            seconds = time.perf_counter() - self._started if self._started else 0.0
+            total = f"/{module.steps}" if trainer.state.fn == "fit" else ""  # a checkpoint may be of more
+            start, end = f"step {module.completed_steps}{total}", f"{seconds:.0f} s"
+            metrics = describe_metrics(module, room=WIDTH - len(start) - len(end) - 4)
+            log_line("  ".join(part for part in (start, metrics, end) if part))
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def progress_bar(module: Any, trainer: Trainer, console: Console) -> Progress:
+    """The bar of a terminal, in one line, with as many metrics as fit."""
+    bar = min(40, max(4, console.width // 8))
+    taken = len("step") + 2 * len(str(module.steps)) + 1 + bar + _TIME_WIDTH + 4  # and a space between two columns
+
+    class Metrics(ProgressColumn):
+        """The phase and the metrics, read from the module at every refresh."""
+
+        def render(self, task: Any) -> Text:
+            validates = trainer.validating or trainer.sanity_checking
+            phase = "validation" if validates else "done" if task.finished else module.clock.phase
+            room = max(0, console.width - taken)
+            metrics = describe_metrics(module, room=room - 11, keep_old=True)
+            return Text(f"{phase:<10} {metrics}"[:room], no_wrap=True, end="")
+
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar),
+        Metrics(Column(no_wrap=True)),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def describe_metrics(module: Any, *, room: int, keep_old: bool = False) -> str:
+    """The metrics of a progress line, the most telling first, as many as fit.
+
+    Args:
+        module: Whose metrics are shown.
+        room: Columns.
+        keep_old: Whether the newest validation is shown, with its step, also where steps have been made since.
+    """
+    metrics, parts = module.metrics, []
+    scorer = module.validation.scorer
+    outcome = f"reward/{scorer.outcome_name}" if scorer.rewards else ""
+    first = next((name for name in (outcome, "reward/total", "loss/total") if name in metrics), None)
+    if first is not None:
+        number = format_number(metrics[first], 2)
+        length = max(0, min(_MAX_NAME, room - len(number) - 1))
+        parts.append(f"{single_line(metric_label(first))[:length]} {number}".strip())
+    is_new = module.validated_at == module.completed_steps
+    if "val/pass@1" in metrics and (is_new or keep_old):
+        old = "" if is_new else f" (step {module.validated_at})"
+        parts.append(f"pass@1 {format_number(metrics['val/pass@1'], 2)}{old}")
+    for name, label in (
+        ("reward/total", "reward "),
+        ("policy/kl_divergence", "kl "),
+        ("reward/format", "format "),
+        ("advantage/std", "advantage ±"),
+        ("perf/tokens_per_second", "tok/s "),
+    ):
+        if name in metrics and name != first:
+            value, is_kl = metrics[name], name == "policy/kl_divergence"
+            short = drop_leading_zero(f"{value:.2g}") if is_kl else format_number(value, 2)
+            parts.append(label + (f"{value:.0f}" if name.startswith("perf/") else short))
+    while parts and len("  ".join(parts)) > room:
+        parts.pop()
+    return "  ".join(parts)

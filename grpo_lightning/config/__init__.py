@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from grpo_lightning.config.rules import consistency_problems, value_problems
+from grpo_lightning.config.rules import consistency_problems, device_problems, value_problems
 from grpo_lightning.config.settings import each_target, format_override, quote_value, unknown_key, value_at
 from grpo_lightning.config.targets import argument_problems, target_problems, trusted_packages
 from grpo_lightning.console import redact, single_line
@@ -68,8 +68,7 @@ def check_runtime(config: Mapping[str, Any]) -> None:
     trusted = trusted_packages(config)
     problems = [problem for key, node in each_target(config) for problem in argument_problems(node, key, trusted)]
     if "trainer" in config:
-        devices = import_module("grpo_lightning.distributed.devices")  # by name: that package imports this one
-        problems += devices.device_problems(config)
+        problems += device_problems(config)
     if problems := [*problems, *_judge_problems(config), *_sandbox_problems(config)]:
         raise ConfigError(problems)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
-from grpo_lightning.distributed.devices import is_first_process
+from grpo_lightning.console import is_first_process
 
 _NUMBERS = tuple(n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"))
 _SAME_PRESS = 0.5  # s in which one Ctrl-C may arrive twice: from the terminal, and from a launcher that forwards it

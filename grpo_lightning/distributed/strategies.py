@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from grpo_lightning.config.rules import num_processes
 from grpo_lightning.config.settings import command_words
-from grpo_lightning.distributed.devices import num_processes
 
 
 class _TwoBackends:

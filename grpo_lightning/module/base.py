@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grpo_lightning.checkpoint.policy import base_fingerprint, check_adapter, trained_names
+from grpo_lightning.checkpoint.resume import base_fingerprint, check_adapter, trained_names
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.distributed.strategies import (
@@ -34,7 +34,7 @@ from grpo_lightning.distributed.strategies import (
 from grpo_lightning.module.update import GradientStep, trained_weights
 from grpo_lightning.policy import Policy
 from grpo_lightning.rollout.scoring import StepContext
-from grpo_lightning.sampler.base import Sampler
+from grpo_lightning.sampler import Sampler
 from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.sampler.token_sampling import NonFiniteLogits
 from grpo_lightning.types import Clock, Prompt, Prompts

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_lightning.policy.base import Policy
+from grpo_lightning.policy.base import Policy, lengths
 from grpo_lightning.sampler.kv_cache import KVCache, NoKVCache
-from grpo_lightning.transformer.lm_head import LossGradient, token_logprobs
-from grpo_lightning.transformer.logprobs import Chunk, lengths, logits_in_chunks
+from grpo_lightning.transformer.lm_head import Chunk, LossGradient, logits_in_chunks, token_logprobs
 from grpo_lightning.types import Rollout, Sampled
 
 

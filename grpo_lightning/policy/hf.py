@@ -20,13 +20,19 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_lightning.memory import Shape
-from grpo_lightning.policy.base import Policy, base_of, is_adapted
+from grpo_lightning.policy.base import (
+    Policy,
+    base_of,
+    is_adapted,
+    lengths,
+    packed_microbatches,
+    padded_microbatches,
+    same_prompts,
+)
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window
 from grpo_lightning.sampler.kv_cache import DynamicKVCache, KVCache, NoKVCache, can_rewind, rows_within
-from grpo_lightning.transformer import logprobs
 from grpo_lightning.transformer.attention import use_grouped
-from grpo_lightning.transformer.lm_head import LossGradient
-from grpo_lightning.transformer.logprobs import Chunk, lengths, packed_microbatches, padded_microbatches, same_prompts
+from grpo_lightning.transformer.lm_head import Chunk, LossGradient, logits_in_chunks, model_logits, separate
 from grpo_lightning.types import Rollout, Sampled, Sampling
 
 if TYPE_CHECKING:
@@ -128,7 +134,7 @@ class HFPolicy(Policy):
         path = self._shared_path(rows.ids.shape[1])
         with ActivationOffload(self.model.parameters()) if self.activation_offload else nullcontext():
             if path is None:
-                return logprobs.separate(self.model, rows, temperature=temperature, entropy=entropy)
+                return separate(self.model, rows, temperature=temperature, entropy=entropy)
             return path.logprobs_and_entropy(
                 rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
             )
@@ -137,8 +143,8 @@ class HFPolicy(Policy):
     def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
         if path := self._shared_path(rows.ids.shape[1]):
             return path.logits(rows, temperature=temperature)
-        logits = logprobs.model_logits(self.model, rows)
-        return logprobs.logits_in_chunks(logits, rows, temperature=temperature)
+        logits = model_logits(self.model, rows)
+        return logits_in_chunks(logits, rows, temperature=temperature)
 
     def microbatches(self, rows: Sampled | Rollout, tokens: int) -> list[Tensor]:
         shares = self.share_prompts and self._reaches(rows.ids.shape[1])

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lightning.policy.base import base_of
-from grpo_lightning.sampler.base import GenerationRequest
+from grpo_lightning.policy.base import base_of, same_prompts
+from grpo_lightning.sampler import GenerationRequest
 from grpo_lightning.sampler.fused_decode import FusedDecodeStep, PackedLinear, packs
 from grpo_lightning.sampler.kv_cache import SharedPromptCache
 from grpo_lightning.sampler.native import decode
 from grpo_lightning.transformer.attention import Stream, forward
-from grpo_lightning.transformer.lm_head import LMHead, LossGradient, tokens_per_chunk
-from grpo_lightning.transformer.logprobs import Chunk, completion_ends, same_prompts, separate
+from grpo_lightning.transformer.lm_head import Chunk, LMHead, LossGradient, completion_ends, separate, tokens_per_chunk
 from grpo_lightning.types import Rollout, Sampled, Sampling
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec, Score, Scoring, clip_scores, scalar, total
 from grpo_lightning.reward.accuracy import of_environment, prefill, reasoning_gym
 from grpo_lightning.reward.spec import ARGUMENTS, arguments, innermost, is_missing
-from grpo_lightning.sampler.base import Poll, Sampler
+from grpo_lightning.sampler import Poll, Sampler
 from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.types import Clock, Prompt, Prompts, Sampled, Sampling, Scored, spans
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grpo_lightning.sampler.base import Completions, Conversation, GenerationRequest, Sampler
+from grpo_lightning.sampler import Completions, Conversation, GenerationRequest, Sampler
 from grpo_lightning.sampler.kv_cache import KVCache
 from grpo_lightning.sampler.token_sampling import NonFiniteLogits, SupportBuffer, sample_tokens, uniforms
 

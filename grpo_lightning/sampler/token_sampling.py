@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_lightning.transformer import lm_head
-from grpo_lightning.transformer.lm_head import MIN_LOGPROB, dot
-from grpo_lightning.transformer.logprobs import Chunk
+from grpo_lightning.transformer.lm_head import MIN_LOGPROB, Chunk, dot
 from grpo_lightning.types import Rollout, Sampled, Sampling, SamplingSupport
 
 MAX_SUPPORT = 1024

@@ -24,12 +24,14 @@ import torch.fx.experimental._config
 from torch import Tensor
 
 from grpo_lightning.console import single_line
-from grpo_lightning.types import OUTSIDE, SamplingSupport
+from grpo_lightning.types import OUTSIDE, Rollout, Sampled, SamplingSupport
 
 log = logging.getLogger(__name__)
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities [n] of some tokens, their numbers [n] in a flattened [B, T]) -> the loss's gradient there, [n]."""
+Chunk = tuple[Tensor, Tensor]
+"""The numbers [n] of some tokens in a flattened [B, T], and the logits [n, V] that each is drawn from, in float32."""
 ChunkGradient = Callable[[Tensor, slice], Tensor]
 """(log-probabilities [n] of the tokens in a slice of all N, the slice) -> the loss's gradient there, [n]."""
 
@@ -376,3 +378,58 @@ def compiling() -> Iterator[None]:
 @cache
 def _compiled(function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
     return torch.compile(function, dynamic=dynamic, options={"emulate_precision_casts": True})
+
+
+def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """``Policy.logprobs_and_entropy`` by the own forward pass of any causal language model, with all logits at once."""
+    length = rows.mask.shape[1]
+    logits = model_logits(model, rows)
+    used = logits.shape[1]
+    start = rows.ids.shape[1] - length
+    chosen = rows.ids[:, start : start + used]  # [B, used]
+    logprobs, entropies = token_logprobs(
+        logits,
+        chosen,
+        temperature,
+        entropy_gradient=entropy,
+        support=None if rows.support is None else rows.support.narrow(used).flat,
+    )
+    padding, masked = (0, length - used), ~rows.mask[:, :used]
+    padded = torch.nn.functional.pad(logprobs.masked_fill(masked, 0.0), padding)  # [B, used] -> [B, T]
+    return padded, torch.nn.functional.pad(entropies.masked_fill(masked, 0.0), padding) if entropy else None
+
+
+def model_logits(model: Any, rows: Sampled | Rollout) -> Tensor:
+    """The logits [B, used, V] that completion tokens are drawn from, by the model's own forward pass.
+
+    ``used`` are the completion tokens of the longest row, at least 1.
+    """
+    # Columns that are padding in every row, or behind what is asked for, cost time and change nothing.
+    start = rows.ids.shape[1] - rows.mask.shape[1]
+    used = max(1, int(completion_ends(rows.mask).max()))
+    first, last = int(rows.attention_mask.any(0).nonzero()[0]), start + used
+    attention_mask = rows.attention_mask[:, first:last]  # [B, S + T] -> [B, W]
+    # One logit more than there are tokens: each is predicted at the place before it.
+    logits: Tensor = model(
+        input_ids=rows.ids[:, first:last],
+        attention_mask=attention_mask.long(),
+        position_ids=(attention_mask.long().cumsum(-1) - 1).clamp(min=0),  # 0 on padding
+        use_cache=False,
+        logits_to_keep=used + 1,
+    ).logits  # [B, used + 1, V]
+    return logits[:, -used - 1 : -1]
+
+
+@torch.no_grad()
+def logits_in_chunks(logits: Tensor, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:
+    """The logits of every token in the mask, a chunk at a time, out of those [B, t, V] of all t that any row has."""
+    length = rows.mask.shape[1]
+    tokens = rows.mask.flatten().nonzero().flatten()  # [B, T] -> [B * T] -> [C]
+    for numbers in tokens.split(tokens_per_chunk(logits.shape[-1], logits.device)):
+        yield numbers, logits[numbers // length, numbers % length].float() / temperature
+
+
+def completion_ends(mask: Tensor) -> Tensor:
+    """How many tokens [B] of every completion are read: those up to its last one in the mask [B, T]."""
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask * places).amax(-1)  # [B, T] -> [B]

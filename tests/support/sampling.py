@@ -3,7 +3,7 @@
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
 from grpo_lightning.rollout.scoring import StepContext
-from grpo_lightning.sampler.base import Sampler
+from grpo_lightning.sampler import Sampler
 from grpo_lightning.sampler.native import NativeSampler
 
 generate = NativeSampler().generate

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from grpo_lightning.distributed.ranks import Ranks
 from grpo_lightning.memory import GiB
-from grpo_lightning.sampler.base import GenerationRequest
+from grpo_lightning.sampler import GenerationRequest
 from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, Request, request_parameters
 from grpo_lightning.types import Clock
 

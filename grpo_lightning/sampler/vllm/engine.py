@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from grpo_lightning.sampler.base import Completions, Conversation, GenerationRequest, Sampler
+from grpo_lightning.sampler import Completions, Conversation, GenerationRequest, Sampler
 from grpo_lightning.sampler.token_sampling import engine_filters
 
 if TYPE_CHECKING:

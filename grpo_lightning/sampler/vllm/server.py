@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from grpo_lightning.console import REDACTED
 from grpo_lightning.distributed.ranks import Ranks
-from grpo_lightning.sampler.base import GenerationRequest
+from grpo_lightning.sampler import GenerationRequest
 from grpo_lightning.sampler.vllm.engine import Completion, EngineSampler, Request, request_parameters
 from grpo_lightning.types import Clock
 
