@@ -4,7 +4,9 @@ import argparse
 import faulthandler
 import gc
 import logging
+import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,12 @@ _LOG_CLASSES = (
 )
 
 
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+"""Variables with which a user says how OpenMP's threads wait for one another, or that there is only one."""
+_SPINS_QUIET, _SPINS_BUSY = 1500, 100
+"""Rounds that a thread spins before it sleeps, by measurements in benchmarks/README.md; OpenMP's own are 300,000."""
+
+
 class JobFailed(CompactHydraException):
     """A job of a sweep failed; the message is one sentence, which Hydra prints when the others have run, too."""
 
@@ -109,6 +117,34 @@ def main() -> None:
         status = sweep.print_table(status)
     if status:
         sys.exit(status)
+
+
+def _cpu_seconds() -> tuple[float, float, float]:
+    """The time, the CPU seconds that this machine has spent, and those of this process; the machine's 0 if unknown."""
+    machine = 0.0
+    with suppress(OSError, ValueError):
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
+        machine = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # but idle ones
+    return time.monotonic(), machine, time.process_time()
+
+
+_BEGAN = _cpu_seconds()
+
+
+def _limit_spinning() -> None:
+    """Let OpenMP's threads sleep soon when they wait, where the user has chosen nothing; before torch is loaded.
+
+    A spinning thread is the fastest to go on, but takes its core from the threads it waits for once other programs
+    need it. How busy they are is measured since this process began. No result depends on it.
+    """
+    if "torch" in sys.modules or any(name in os.environ for name in _WAITING):
+        return
+    seconds, machine, own = (now - then for now, then in zip(_cpu_seconds(), _BEGAN, strict=True))
+    is_busy = machine - own > 0.5 * seconds
+    os.environ["GOMP_SPINCOUNT"] = str(_SPINS_BUSY if is_busy else _SPINS_QUIET)
+    message = "GOMP_SPINCOUNT=%s, as other programs %s: threads of OpenMP that wait sleep soon"
+    state = "keep this machine busy" if is_busy else "leave this machine alone"
+    log.info(message, os.environ["GOMP_SPINCOUNT"], state, extra={"printed": True})  # in the file only
 
 
 def _continued(overrides: list[str]) -> list[str]:
@@ -230,6 +266,7 @@ def _run_job(_: DictConfig) -> float:
                     log_line(line)
             if cfg.trainer.get("precision") is None and config["trainer"]["precision"] == "bf16-mixed":
                 log_line("trainer.precision=bf16-mixed, the default on a GPU; 32-true computes in float32")
+        _limit_spinning()
         run = build_run(
             cfg,
             overrides=overrides,

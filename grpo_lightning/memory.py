@@ -93,7 +93,7 @@ def predict(shape: Shape, load: Workload) -> dict[str, float]:
     sampling += 4.0 * parameters * remote + 3 * 4.0 * rows * shape.vocabulary
 
     share = load.prompts * load.group_size * load.completion_tokens / tokens
-    update = _update(shape, load, tokens=tokens / load.minibatches, share=share)
+    update = _update_bytes(shape, load, tokens=tokens / load.minibatches, share=share)
     update += 4.0 * (parameters - shape.body * (1 - 2 / shape.layers)) * remote
     if load.is_half:  # autocast copies each float32 weight, and the backward pass needs the copy again
         copied = parameters if load.frozen_bytes == 4 else shape.trained
@@ -101,7 +101,7 @@ def predict(shape: Shape, load: Workload) -> dict[str, float]:
     return states | {"sampling": sampling, "update": update, "peak": sum(states.values()) + max(sampling, update)}
 
 
-def _update(shape: Shape, load: Workload, *, tokens: float, share: float) -> float:
+def _update_bytes(shape: Shape, load: Workload, *, tokens: float, share: float) -> float:
     """Bytes of activations, logits and gradients of an optimizer step; ``share`` of its tokens are of completions."""
     number = 2.0 if load.is_half else 4.0
     part = min(tokens, max(load.microbatch_tokens, load.prompt_tokens + load.completion_tokens))

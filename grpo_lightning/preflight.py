@@ -114,7 +114,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         "right": float(scored.right.float().mean()),
         "signal": share_that_differs(scored.rewards["total"].view(num_groups, size)),
         "mixed": mixed,
-        "rewards": {name: _reward(name, values, collected) for name, values in scored.rewards.items()},
+        "rewards": {name: _reward_summary(name, values, collected) for name, values in scored.rewards.items()},
         "completions": completions | ({} if environment is None else {"max_turns": environment.max_turns}),
         "step": phases | {"total": seconds},
         "memory_gib": {"measured": module.peak_memory() / memory.GiB},
@@ -147,7 +147,7 @@ def _update_seconds(module: GRPOLightningModule, collected: Collected) -> float:
     return seconds * rollout.downsample(rewards).shape[-1] / rewards.shape[-1]
 
 
-def _reward(name: str, values: Tensor, collected: Sequence[Collected]) -> dict[str, Any]:
+def _reward_summary(name: str, values: Tensor, collected: Sequence[Collected]) -> dict[str, Any]:
     """Mean, spread and missing values of a reward [B], and on which fraction it failed; None without a timeout."""
     failed = [float(one.metrics[key]) for one in collected if (key := f"failure/{name}") in one.metrics]
     known = values[values.isfinite()].double()

@@ -147,7 +147,7 @@ def to_lines(
         by_token["ref_logprobs"] = rollout.ref_logprobs
     values = {name: tensor.tolist() for name, tensor in {**scored.rewards, **by_token}.items()}
     ids, scores, steps, advantages = (
-        tensor.tolist() for tensor in (sampled.ids, scored.scores, scored.steps, rollout.mean_advantages)
+        tensor.tolist() for tensor in (sampled.ids, scored.scores, scored.steps, rollout.completion_advantages)
     )
     for row, (count, prompt_width) in enumerate(zip(counts, widths, strict=True)):
         group = row // scored.group_size
@@ -327,7 +327,7 @@ class Recorded(Collector):
         if self.rescore:
             metrics |= sampled_metrics(scored) | {name: torch.tensor(value) for name, value in scoring.items()}
         metrics |= token_metrics(scored, ref_logprobs, has_reference=reference is not None)
-        metrics |= advantage_metrics(rollout.mean_advantages)
+        metrics |= advantage_metrics(rollout.completion_advantages)
         return Collected(
             rollout=rollout,
             scored=scored,

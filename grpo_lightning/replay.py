@@ -138,7 +138,9 @@ def replay_rollout(recorded: RecordedRollout, config: Mapping[str, Any], build: 
             raise ValueError("reward: a reward of this run scores steps; only its own rewards can be replayed")
         scored, _ = collector.scorer.score(_no_tokens, scored.prompts, scored.sampled, context=StepContext(seed=0))
     rollout = collector.compare(scored, recorded.ref_logprobs)
-    computed = sampled_metrics(scored) | advantage_metrics(rollout.mean_advantages) | losses(loss, rollout, recorded)
+    computed = (
+        sampled_metrics(scored) | advantage_metrics(rollout.completion_advantages) | losses(loss, rollout, recorded)
+    )
     computed |= token_metrics(scored, recorded.ref_logprobs, has_reference=header["reference"])
     replayed = {name: float(value) for name, value in computed.items() if math.isfinite(float(value))}
     known = {name: value for name, value in (header["collected"] | logged).items() if value is not None}

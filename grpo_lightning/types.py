@@ -59,7 +59,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch as the dataloader yields it: text only, so its workers need no tokenizer.
+    """A batch as the dataloader yields it, before the tokenizer.
 
     Example:
         ``Prompts(("2 + 3 =", "7 - 4 ="), {"answer": ("5", "3")})``
@@ -388,7 +388,7 @@ class Rollout(Rows):
     """[B, T] an outcome advantage is the same along a row."""
 
     @property
-    def mean_advantages(self) -> Tensor:
+    def completion_advantages(self) -> Tensor:
         """[B] mean over each row's tokens."""
         return self.advantages.sum(-1) / self.mask.sum(-1).clamp(min=1)
 

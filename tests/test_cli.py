@@ -19,7 +19,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from grpo_lightning import __version__
+from grpo_lightning import __version__, cli
 from grpo_lightning.checkpoint.resume import resume_command
 from grpo_lightning.config.settings import known_keys, value_at
 from tests.support.composed import CONF, ROOT, composed
@@ -241,3 +241,17 @@ def test_the_command_that_continues_a_run_comes_through_shell_and_hydra(monkeypa
     monkeypatch.setattr("sys.argv", ["/bin/grpo-lightning", *options, "steps=3", "-m"])
     words = shlex.split(resume_command(["steps=3"], Path("/d")))
     assert words == ["grpo-lightning", *options, "steps=3", "hydra.run.dir=/d", "checkpoint=last"]
+
+
+def test_threads_that_wait_sleep_sooner_on_a_busy_machine(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cli, "_BEGAN", (10.0, 100.0, 1.0))
+    for machine, spins in ((102.9, "1500"), (103.1, "100")):  # in 2 s this process took 2, others 0.9 or 1.1
+        monkeypatch.setattr(cli, "_cpu_seconds", lambda machine=machine: (12.0, machine, 3.0))
+        cli._limit_spinning()
+        assert os.environ.pop("GOMP_SPINCOUNT") == spins
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    cli._limit_spinning()
+    assert "GOMP_SPINCOUNT" not in os.environ

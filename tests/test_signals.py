@@ -163,7 +163,7 @@ def test_a_signal_before_the_steps_raises_and_during_them_waits():
         signal.raise_signal(signal.SIGHUP)  # while that one is handled
     assert not early.value.between_steps
     with Signals() as signals:
-        signals.begin_steps(None)
+        signals.on_steps_start(None)
         signal.raise_signal(signal.SIGHUP)
         with pytest.raises(Preempted) as late:
             signals.end_steps()
@@ -171,7 +171,7 @@ def test_a_signal_before_the_steps_raises_and_during_them_waits():
     before = signal.getsignal(signal.SIGTERM)
     signals = Signals()  # of a trainer of one's own, which no run listens for
     try:
-        signals.begin_steps(None)
+        signals.on_steps_start(None)
         signals.check()
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Preempted, match="asked to end by SIGTERM") as error:

@@ -80,7 +80,7 @@ def lock(directory: Path, *, key: str = "hydra.run.dir") -> Iterator[None]:
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether a run uses ``directory`` now, of this process or another one; nothing is written."""
+    """Whether a run, in this process or another, is using ``directory``; nothing is written."""
     if directory.resolve() in _locked:
         return True  # closing the file here would end the lock of this process
     with suppress(OSError), (directory / LOCK_FILE).open("rb") as file:

@@ -95,7 +95,7 @@ def _compute(first: int, operations: Sequence[tuple[str, int]], rng: random.Rand
 
 
 def _expression(metadata: Mapping[str, Any], rng: random.Random, slips: float) -> tuple[str, str]:
-    """Sums and products: "45 + 38 - 12" becomes "45+38=83 83-12=71"."""
+    """An arithmetic expression worked out step by step: "45 + 38 - 12" becomes "45+38=83 83-12=71"."""
     expression = metadata["expression"]
     if not re.fullmatch(r"-?\d+( [-+*] -?\d+)+", expression):
         raise ValueError(f"expression: expected whole numbers joined by +, - or *, got {expression!r}")

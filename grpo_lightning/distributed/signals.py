@@ -53,7 +53,7 @@ class Signals:
     Before the steps and after them a signal raises `Preempted` at once. During the steps `check` raises it, which is
     called between generated tokens. A second Ctrl-C ends the process and those that Lightning has launched.
 
-    Outside of the context, under a Trainer of a program's own, `begin_steps` makes SIGTERM known to `check`.
+    Outside of the context, under a Trainer of a program's own, `on_steps_start` makes SIGTERM known to `check`.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Signals:
         if self._wakeup is not None:
             self._wakeup.close()
 
-    def begin_steps(self, launcher: Any) -> None:
+    def on_steps_start(self, launcher: Any) -> None:
         """From now on a signal waits for `check`; replaces the handlers that Lightning sets in each stage."""
         self.launcher, self._in_steps = launcher, True
         if threading.current_thread() is threading.main_thread():

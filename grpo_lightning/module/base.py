@@ -102,10 +102,10 @@ class Loop:
                 "one validation to the next"
             )
 
-    def begin_steps(self) -> None:
+    def on_steps_start(self) -> None:
         """From now on the process, when asked to end, does so in `check`."""
         if self._trainer is not None:
-            self._signals.begin_steps(self._trainer.strategy.launcher)
+            self._signals.on_steps_start(self._trainer.strategy.launcher)
 
     def check(self) -> None:
         """Raise ``Preempted`` if the process was asked to end."""
@@ -347,7 +347,7 @@ class StepModule(LightningModule):
         self.loop.begin(epochs=math.ceil(self.steps / self.validation.every))
 
     def on_train_start(self) -> None:
-        self.loop.begin_steps()
+        self.loop.on_steps_start()
         if self.completed_steps >= self.steps:  # killed after its last step: without a batch no step would end the run
             self.loop.stop()
         with self.loop.precision():
@@ -357,7 +357,7 @@ class StepModule(LightningModule):
         self.loop.end_steps()
 
     def on_validation_start(self) -> None:
-        self.loop.begin_steps()
+        self.loop.on_steps_start()
 
     def report(self, values: Mapping[str, float | Tensor]) -> None:
         """Publish scalars averaged over processes (``*_max``: the largest), but those of nothing, which are NaN."""

@@ -119,7 +119,7 @@ class GRPOLightningModule(StepModule):
             "collected": collected,
             "updates": updates,
             "scored": collected.scored,
-            "advantages": collected.rollout.mean_advantages,
+            "advantages": collected.rollout.completion_advantages,
             "ratio": torch.cat([update.ratio for update in updates]),
         }
 

@@ -243,7 +243,7 @@ class Policy(nn.Module, ABC):
         return ids, mask
 
     def check_context(self, tokens: int, key: str) -> None:
-        """Raise ``ValueError`` if so many tokens of prompt and completion do not fit; ``key`` is what to lower."""
+        """Raise ``ValueError`` if ``tokens`` of prompt and completion exceed the context; it names ``key`` to lower."""
         if self.context is not None and tokens > self.context:
             raise ValueError(
                 f"prompt and completion need up to {tokens} tokens, the model's context holds {self.context}: "

@@ -76,11 +76,11 @@ class SharedPath:
         )
         outside = ~rows.mask
 
-        def placed(values: Tensor) -> Tensor:
+        def pad_completions(values: Tensor) -> Tensor:
             # [C] -> [B * T] -> [B, T]
             return zeros.index_copy(0, numbers, values).view_as(rows.mask).masked_fill(outside, 0.0)
 
-        return placed(logprobs), None if entropies is None else placed(entropies)
+        return pad_completions(logprobs), None if entropies is None else pad_completions(entropies)
 
     @torch.no_grad()
     def logits(self, rows: Sampled | Rollout, *, temperature: float) -> Iterator[Chunk]:

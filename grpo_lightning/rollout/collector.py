@@ -156,7 +156,7 @@ class Collector:
             scored=scored,
             metrics=sampled_metrics(sampled)
             | token_metrics(scored, ref_logprobs, has_reference=reference is not None)
-            | advantage_metrics(rollout.mean_advantages)
+            | advantage_metrics(rollout.completion_advantages)
             | metrics,
             carried=surplus if len(surplus.prompts) else None,
             num_tokens=int(sampled.sampled.mask.sum()),

@@ -156,7 +156,7 @@ class DecodeBatch:
         self._sample(self._cache.step(self._token))
 
     def sync(self) -> list[int]:
-        """Wait for the results so far, and let completions go on that have a reply.
+        """Wait for the results so far, then resume the completions that have received a reply.
 
         Returns:
             The completions that are over since the last call.

@@ -172,7 +172,7 @@ class _Logprobs(torch.autograd.Function):
         for part, support in chunks:
             logits = LMHead.logits(hidden[part], weight, temperature, support)
             chosen = ids[part].unsqueeze(-1)  # [n] -> [n, 1]
-            log_total = log_sum(logits)  # [n, 1]
+            log_total = logsumexp(logits)  # [n, 1]
             logprobs[part] = (logits.gather(-1, chosen) - log_total).squeeze(-1)  # [n, V] -> [n, 1] -> [n]
             if entropy:
                 entropies[part] = log_total.squeeze(-1) - expected(logits, log_total)
@@ -196,7 +196,7 @@ class _Logprobs(torch.autograd.Function):
             for part, support in ctx.chunks:
                 logits = LMHead.logits(hidden[part], weight, ctx.temperature, support)
                 slopes = (entropies[part], dentropies[part]) if ctx.entropy else None
-                gradients.add(part, logits, log_sum(logits), ids[part].unsqueeze(-1), dlogprobs[part], slopes)
+                gradients.add(part, logits, logsumexp(logits), ids[part].unsqueeze(-1), dlogprobs[part], slopes)
                 del logits  # before the next ones are made
         # Whoever received them may have changed them in place: another backward pass makes its own.
         ctx.gradients = None
@@ -253,7 +253,7 @@ def _softmax_gradient(logits: Tensor, log_total: Tensor, chosen: Tensor, dtype: 
     return ((logits - log_total).exp() - (places == chosen).to(logits.dtype)).to(dtype)
 
 
-def log_sum(logits: Tensor) -> Tensor:
+def logsumexp(logits: Tensor) -> Tensor:
     """The log-sum-exp [n, 1] of logits [n, V]."""
     return (compiled(_logsumexp) if worth_compiling(logits) else _logsumexp)(logits)
 
