@@ -1,4 +1,4 @@
-"""Lightning's loggers, whose failures end no run, and which a continued run goes on with."""
+"""Loggers: a failure of one does not end the run, and a resumed run appends to the same logs."""
 
 import csv
 import io

@@ -399,8 +399,8 @@ class PolicyLoss:
         Args:
             log_ratio: [B, T] log pi - log mu of the sampled tokens, pi the policy as it is, mu the sampler.
             mask: [B, T] True on the tokens that count.
-            on_policy: Whether the policy's log-probabilities take the place of the sampler's as the old ones. If not,
-                the surrogate's ratio pi / mu has the correction in itself, and only what a mask leaves out counts.
+            on_policy: Whether the policy's own log-probabilities are the old ones. If not, the surrogate's ratio
+                pi / mu is itself the importance weight, and a correction only masks tokens.
         """
         if self.correction is None:
             return torch.ones_like(log_ratio)

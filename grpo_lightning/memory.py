@@ -20,9 +20,8 @@ log = logging.getLogger(__name__)
 
 GiB = float(2**30)
 COPIED = {"cpu": 4 << 20, "cuda": 32 << 20}
-"""The most bytes of a layer's prompt keys and values that completions have copies of, by device. With more, prompts are
-attended to once per group; as soon as so few completions are left that copies for each would be smaller, they are
-copied. Reading is saved against a dozen operations, in whose time a GPU reads more."""
+"""Bytes of a layer's prompt keys and values, by device, up to which every completion has a copy of its own. Above,
+attention reads a prompt once per group, which saves memory traffic but costs a dozen operations."""
 _CHUNK_BYTES = {"cpu": 64.0 * 2**20, "cuda": float(2**30)}
 """Bytes of the logits that exist at a time, by device, see `transformer.lm_head`."""
 

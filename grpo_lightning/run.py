@@ -181,7 +181,7 @@ class Run:
             log.info("%s has made its %d steps: steps=N continues it", self.directory, summary["steps"])
             return self
         locked = lock.lock_run(self.config, self.directory) if is_first_process() else nullcontext()
-        with locked, self._recorded("fit") as checkpoint:
+        with locked, self._session("fit") as checkpoint:
             if is_first_process():
                 for warning in config_warnings(self.config):
                     log.warning("%s", warning)
@@ -204,7 +204,7 @@ class Run:
 
     def validate(self) -> dict[str, float]:
         """Measure the policy, or the checkpoint's, on the held-out prompts; returns the metrics."""
-        with self._recorded("validate") as checkpoint:
+        with self._session("validate") as checkpoint:
             module = self.module
             self.trainer.validate(module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True, verbose=False)
         return self.metrics
@@ -213,7 +213,7 @@ class Run:
         """Write the policy, or the checkpoint's, in Hugging Face format, by one process; returns the directory."""
         directory = self.directory / "export"
         check_replaceable(directory, key="hydra.run.dir/export")
-        with self._recorded("export") as checkpoint:
+        with self._session("export") as checkpoint:
             module = self.module
             if is_first_process():
                 load_checkpoint(module, checkpoint)
@@ -225,7 +225,7 @@ class Run:
         """Say what the run would do, after a look at some of its prompts, and write ``preflight.json``."""
         from grpo_lightning import preflight
 
-        with self._recorded("preflight") as checkpoint, isolate_rng():
+        with self._session("preflight") as checkpoint, isolate_rng():
             module, trainer = self.module, self.trainer
             load_checkpoint(module, checkpoint)
             return preflight.run_preflight(
@@ -275,7 +275,7 @@ class Run:
         return self.config | ({"checkpoint": "last"} if again else {})
 
     @contextmanager
-    def _recorded(self, mode: str) -> Iterator[Path | None]:
+    def _session(self, mode: str) -> Iterator[Path | None]:
         """Yields the checkpoint to start from; whatever happens inside, ``summary.json`` tells of it."""
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its hints about accelerators and products
         for part in ("callbacks", "profilers"):  # what the user has chosen has its say

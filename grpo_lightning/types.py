@@ -108,8 +108,8 @@ class SamplingSupport:
     A set takes 4 bytes for each of its tokens and 4 more.
 
     Example:
-        Of two completions the first has two tokens, drawn from {5, 7} and {2}, the second one, drawn from the whole
-        vocabulary: ``sizes`` is [[2, 1], [0, 0]], ``ids`` [5, 7, 2].
+        Two completions: the first has two tokens, sampled from {5, 7} and {2}; the second has one, sampled from the
+        whole vocabulary. ``sizes`` is [[2, 1], [0, 0]], ``ids`` is [5, 7, 2].
     """
 
     sizes: Tensor

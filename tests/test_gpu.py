@@ -15,7 +15,7 @@ from benchmarks.measure import autocast, device
 from benchmarks.models import IDS, SMALL, qwen, random_policy, random_prompts, sampling
 from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.transformer.attention import Stream
-from grpo_lightning.transformer.lm_head import LMHead, separate, token_logprobs
+from grpo_lightning.transformer.lm_head import LMHead, token_logprobs, unshared_logprobs
 
 pytestmark = pytest.mark.slow
 ON_GPU = torch.cuda.is_available()
@@ -45,7 +45,7 @@ def score(policy, rows, *, shared):
     policy.zero_grad()
     options = {"temperature": 0.8, "entropy": True}
     logprobs, entropies = (
-        policy.logprobs_and_entropy(rows, **options) if shared else separate(policy.model, rows, **options)
+        policy.logprobs_and_entropy(rows, **options) if shared else unshared_logprobs(policy.model, rows, **options)
     )
     slopes = torch.linspace(-1, 1, rows.mask.numel(), device=logprobs.device).view_as(logprobs)
     (slopes * (logprobs + 0.1 * entropies)).sum().backward()
@@ -66,7 +66,7 @@ def test_shared_prompts_and_the_sampler_equal_the_models_own_forward_pass(name):
     shared, plain = score(policy, rows, shared=True), score(policy, rows, shared=False)
     assert max(gap(one, other) for one, other in zip(shared, plain)) < 1e-4
     with torch.no_grad():
-        logprobs, entropies = separate(policy.model, rows, temperature=1.0, entropy=True)
+        logprobs, entropies = unshared_logprobs(policy.model, rows, temperature=1.0, entropy=True)
     assert max(gap(rows.logprobs, logprobs), gap(rows.entropy, entropies)) < 1e-4
     if not ON_GPU:
         return

@@ -30,7 +30,7 @@ from grpo_lightning.rollout import Collector
 from grpo_lightning.rollout.scoring import StepContext
 from grpo_lightning.sampler.token_sampling import engine_filters, support_of_tokens
 from grpo_lightning.transformer import lm_head
-from grpo_lightning.transformer.lm_head import separate
+from grpo_lightning.transformer.lm_head import unshared_logprobs
 from grpo_lightning.types import Prompts, Rollout, Sampling, SamplingSupport
 from tests.support import stand_in
 from tests.support.checkpoints import write_checkpoint
@@ -278,7 +278,7 @@ def test_the_shared_and_the_plain_path_agree(policy):
         found = []
         for logprobs, entropy in (
             SharedPath.of(policy.model).logprobs_and_entropy(rows, **wanted, loss_gradient=known),
-            separate(policy.model, rows, **wanted),
+            unshared_logprobs(policy.model, rows, **wanted),
             GenericPolicy(policy.model).logprobs_and_entropy(rows, **wanted),
         ):
             slopes = gradients(policy, loss(logprobs, entropy, rows, weights)[0])

@@ -16,7 +16,7 @@ from grpo_lightning.policy.loading import load
 from grpo_lightning.policy.shared_prompt import SharedPath, check
 from grpo_lightning.sampler.fused_decode import FusedDecodeStep
 from grpo_lightning.transformer.attention import Stream
-from grpo_lightning.transformer.lm_head import LMHead, separate
+from grpo_lightning.transformer.lm_head import LMHead, unshared_logprobs
 from grpo_lightning.types import Rollout, Sampling
 from tests.support.checkpoints import ARCHITECTURES, tokenizer, write_checkpoint
 from tests.support.sampling import generate
@@ -92,7 +92,7 @@ def test_logprobs_entropy_loss_and_gradients_are_the_models_own(policy):
         results = []
         for logprobs, entropy in (
             path.logprobs_and_entropy(rows, temperature=0.8, entropy=bonus, loss_gradient=known),
-            separate(policy.model, rows, temperature=0.8, entropy=bonus),
+            unshared_logprobs(policy.model, rows, temperature=0.8, entropy=bonus),
         ):
             policy.zero_grad()
             value, _ = loss(logprobs, entropy, rows, weights)

@@ -277,8 +277,8 @@ class PromptData(LightningDataModule):
 
         Args:
             training: Whether the training prompts are needed.
-            clamp: Whether ``prompts_per_step`` falls to the number of training prompts, with a warning, from now on;
-                None: as before, at first not.
+            clamp: Whether ``prompts_per_step`` is lowered to the number of training prompts, with a warning. It holds
+                for later calls, too; None keeps what was chosen before, which is False at first.
 
         Returns:
             The training prompts, if needed, and the held-out ones.

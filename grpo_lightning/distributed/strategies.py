@@ -1,4 +1,4 @@
-"""Lightning's strategies for several processes as this project uses them, and weights that they share out.
+"""Data-parallel strategies for Lightning, replicated (DDP) and sharded (FSDP2), and how sharded weights are gathered.
 
 Sharding is PyTorch's ``fully_shard`` (FSDP2): https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -33,7 +33,7 @@ from grpo_lightning.config.settings import command_words
 
 
 class _TwoBackends:
-    """Of a strategy: GPUs exchange tensors by NCCL, and objects by their CPUs."""
+    """Mixin of strategies: tensors on GPUs travel by NCCL, Python objects by Gloo."""
 
     root_device: torch.device
 

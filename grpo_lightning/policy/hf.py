@@ -32,7 +32,7 @@ from grpo_lightning.policy.base import (
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window
 from grpo_lightning.sampler.kv_cache import DynamicKVCache, KVCache, NoKVCache, can_rewind, rows_within
 from grpo_lightning.transformer.attention import use_grouped
-from grpo_lightning.transformer.lm_head import Chunk, LossGradient, logits_in_chunks, model_logits, separate
+from grpo_lightning.transformer.lm_head import Chunk, LossGradient, logits_in_chunks, model_logits, unshared_logprobs
 from grpo_lightning.types import Rollout, Sampled, Sampling
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class HFPolicy(Policy):
         path = self._shared_path(rows.ids.shape[1])
         with ActivationOffload(self.model.parameters()) if self.activation_offload else nullcontext():
             if path is None:
-                return separate(self.model, rows, temperature=temperature, entropy=entropy)
+                return unshared_logprobs(self.model, rows, temperature=temperature, entropy=entropy)
             return path.logprobs_and_entropy(
                 rows, temperature=temperature, entropy=entropy, loss_gradient=loss_gradient
             )

@@ -18,7 +18,14 @@ from grpo_lightning.sampler.fused_decode import FusedDecodeStep, PackedLinear, p
 from grpo_lightning.sampler.kv_cache import SharedPromptCache
 from grpo_lightning.sampler.native import decode
 from grpo_lightning.transformer.attention import Stream, forward
-from grpo_lightning.transformer.lm_head import Chunk, LMHead, LossGradient, completion_ends, separate, tokens_per_chunk
+from grpo_lightning.transformer.lm_head import (
+    Chunk,
+    LMHead,
+    LossGradient,
+    completion_ends,
+    tokens_per_chunk,
+    unshared_logprobs,
+)
 from grpo_lightning.types import Rollout, Sampled, Sampling
 
 log = logging.getLogger(__name__)
@@ -215,10 +222,10 @@ def check(model: Any) -> bool:
         prompts = rows[torch.tensor([0, 0, 3, 3], device=device)]
         tokens = torch.cat([prompts.ids[:, :4], drawn.ids], 1)
         sampled = _rows(tokens, torch.cat([prompts.attention_mask[:, :4], drawn.mask], 1), drawn.mask)
-        scored = separate(model, sampled, temperature=1.0, entropy=True)
+        scored = unshared_logprobs(model, sampled, temperature=1.0, entropy=True)
         _compare(model, scored, (drawn.logprobs, drawn.entropies))
 
-    expected = separate(model, rows, temperature=0.9, entropy=True)
+    expected = unshared_logprobs(model, rows, temperature=0.9, entropy=True)
     try:
         _compare(model, expected, path.logprobs_and_entropy(rows, temperature=0.9, entropy=True))
         try:

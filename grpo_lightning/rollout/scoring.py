@@ -48,7 +48,7 @@ class StepContext:
     step: int = 0
     """Steps completed before."""
     clock: Clock = field(default_factory=Clock)
-    """Adds up the seconds of the phases rollout, reward, wait and score."""
+    """Adds up the seconds of each phase: the metrics ``time/…``."""
     poll: Poll | None = None
     """Called between generated tokens; may raise to abandon the sampling."""
     microbatch_tokens: int = 16_384

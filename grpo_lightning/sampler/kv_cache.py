@@ -90,10 +90,10 @@ class DynamicKVCache(KVCache):
     def open(self, rows: Sequence[int]) -> Tensor:
         groups = [row // self._group_size for row in rows]
         distinct = list(dict.fromkeys(groups))  # each prompt once
-        texts = [self._prompts[prompt] for prompt in distinct]
-        width, device = max(map(len, texts)), self.device
-        ids = torch.tensor([[self._pad_id] * (width - len(text)) + list(text) for text in texts], device=device)
-        lengths = torch.tensor([[len(text)] for text in texts], device=device)
+        prompts = [self._prompts[prompt] for prompt in distinct]
+        width, device = max(map(len, prompts)), self.device
+        ids = torch.tensor([[self._pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
         seen = (torch.arange(width, device=device) >= width - lengths).long()  # [P, S]
         self._cache = DynamicCache(config=self._model.config)
         # Padding before the first real token would have the position -1; it is masked, so any position will do.
@@ -158,10 +158,10 @@ class NoKVCache(KVCache):
         self._logits, self._pad_id = logits, pad_id
 
     def open(self, rows: Sequence[int]) -> Tensor:
-        texts = [self._prompts[row // self._group_size] for row in rows]
-        ids = [list(text) + [self._pad_id] * (self._longest - len(text)) for text in texts]
+        prompts = [self._prompts[row // self._group_size] for row in rows]
+        ids = [list(prompt) + [self._pad_id] * (self._longest - len(prompt)) for prompt in prompts]
         self._ids = torch.tensor(ids, device=self.device)
-        self._firsts = torch.tensor([len(text) for text in texts], device=self.device)
+        self._firsts = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         self._lengths = self._firsts.clone()
         return self._next()
 

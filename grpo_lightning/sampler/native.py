@@ -87,8 +87,8 @@ def decode(
 class DecodeBatch:
     """All completions, and the slots of those that are being decoded.
 
-    Between two calls of anything but `step` no tensor changes its shape or its place in memory, and nothing in `step`
-    looks at a value, as far as that holds for the cache.
+    `step` keeps every tensor's shape and place, and reads no value on the host unless the cache's ``step`` does: so a
+    GPU can record and replay it.
 
     Args:
         cache: The model.

@@ -1,1 +1,1 @@
-"""What is computed inside a transformers model: attention over shared prompts, the head, log-probabilities, sizes."""
+"""What is computed inside a transformers model: attention over shared prompts, the LM head, log-probabilities."""

@@ -380,7 +380,9 @@ def _compiled(function: Callable[..., Any], dynamic: bool | None) -> Callable[..
     return torch.compile(function, dynamic=dynamic, options={"emulate_precision_casts": True})
 
 
-def separate(model: Any, rows: Sampled | Rollout, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def unshared_logprobs(
+    model: Any, rows: Sampled | Rollout, *, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     """``Policy.logprobs_and_entropy`` by the own forward pass of any causal language model, with all logits at once."""
     length = rows.mask.shape[1]
     logits = model_logits(model, rows)
