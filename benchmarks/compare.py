@@ -118,7 +118,7 @@ def equality() -> dict[str, float]:
         advantages=advantages[:, None] * sampled.mask,
     )
     weights = module.loss.weights(rows.mask)
-    gradient = module.loss.gradient(rows, weights, on_policy=False)
+    gradient = module.loss.gradient_by_logprobs(rows, weights, on_policy=False)
     logprobs, _ = policy.logprobs_and_entropy(rows, temperature=1.0, loss_gradient=gradient)
     value, _ = module.loss(logprobs, None, rows, weights)
     value.backward()

@@ -407,7 +407,9 @@ class PolicyLoss:
         factor = self.correction(log_ratio, mask)
         return factor if on_policy else (factor != 0).to(factor.dtype)
 
-    def gradient(self, rows: Rollout, weights: Tensor, *, on_policy: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
+    def gradient_by_logprobs(
+        self, rows: Rollout, weights: Tensor, *, on_policy: bool
+    ) -> Callable[[Tensor, Tensor], Tensor] | None:
         """The gradient of the loss with respect to some log-probabilities, known from these alone; see ``__call__``.
 
         Returns:

@@ -104,7 +104,8 @@ class ReplayedMetrics:
 def _no_tokens(ids: Sequence[int], end: int) -> int:
     """Stands in for the policy, which knows where the tokens of a text are."""
     raise ValueError(
-        "a reward scores steps, whose tokens only a policy knows: use rollout=recorded rollout.rescore=true"
+        "a reward scores single steps, and replay loads no policy to find their tokens: use rollout=recorded "
+        "rollout.rescore=true"
     )
 
 

@@ -168,7 +168,7 @@ def test_a_gradient_is_known_beforehand_where_tokens_stand_by_themselves(drawn):
     surrogate = partial(clipped, epsilon_low=0.1, epsilon_high=0.15)
     for name in CHOICES:
         policy_loss = PolicyLoss(surrogate, k3, token_mean, 0.3, 0.0, TIGHT[name])
-        known = policy_loss.gradient(drawn[1], token_mean(drawn[1].mask), on_policy=True)
+        known = policy_loss.gradient_by_logprobs(drawn[1], token_mean(drawn[1].mask), on_policy=True)
         assert (known is not None) == name.startswith("token"), name
 
 

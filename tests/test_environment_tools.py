@@ -233,7 +233,7 @@ def test_none_escapes_hangs_or_raises(replies):
     assert min(kinds.values()) > 500  # all of the three are tried
     for reply in found:
         if reply is not None:
-            result = StepResult.of(reply)
+            result = StepResult.parse(reply)
             assert len(reply) <= LONGEST
             result.reply.encode()
             assert result.is_bad_call is isinstance(reply, BadCall)
@@ -252,7 +252,7 @@ def test_no_reply_speaks_for_others(replies):
 
         frame = specials("3")
         assert len(frame) == 4  # the end of the model's turn, a begin and an end, and the begin of its next turn
-        for reply in {StepResult.of(reply).reply for reply in replies[0] if reply is not None}:
+        for reply in {StepResult.parse(reply).reply for reply in replies[0] if reply is not None}:
             assert specials(reply) == frame
 
 

@@ -272,7 +272,7 @@ def test_the_shared_and_the_plain_path_agree(policy):
         rows = replace(whole, support=support)
         loss = PolicyLoss(CLIPPED, k3, functools.partial(constant, length=12), 0.04, bonus)
         weights = loss.weights(rows.mask)
-        known = loss.gradient(rows, weights, on_policy=False)
+        known = loss.gradient_by_logprobs(rows, weights, on_policy=False)
         assert (known is None) == bool(bonus)
         wanted = {"temperature": 0.6, "entropy": bool(bonus)}
         found = []

@@ -87,7 +87,7 @@ def test_logprobs_entropy_loss_and_gradients_are_the_models_own(policy):
     ):
         rows, loss = ragged(policy, group_size, left=left, right=right), LOSSES[kind]
         weights, bonus = loss.weights(rows.mask), bool(loss.entropy_coef)
-        known = loss.gradient(rows, weights, on_policy=False)
+        known = loss.gradient_by_logprobs(rows, weights, on_policy=False)
         assert (known is not None) == (kind == "per token, known beforehand")
         results = []
         for logprobs, entropy in (
@@ -111,7 +111,7 @@ def test_a_gradient_known_beforehand_for_the_only_update_of_a_rollout(checkpoint
     asked = []
 
     def spied(logprobs, numbers):
-        asked.append(loss.gradient(rows, weights, on_policy=True)(logprobs, numbers))
+        asked.append(loss.gradient_by_logprobs(rows, weights, on_policy=True)(logprobs, numbers))
         return asked[-1]
 
     logprobs, _ = SharedPath.of(policy.model).logprobs_and_entropy(

@@ -58,7 +58,7 @@ def test_a_gradient_is_known_beforehand_only_where_no_other_token_decides_it():
             objective(logprobs, None, batch, completion_mean(batch.mask))[0].backward()
             gradients.append(logprobs.grad)
         independent = torch.equal(gradients[0][:, 0], gradients[1][:, 0])
-        known = objective.gradient(batch, completion_mean(batch.mask), on_policy=False)
+        known = objective.gradient_by_logprobs(batch, completion_mean(batch.mask), on_policy=False)
         assert (known is not None) == independent
         if known is not None:
             assert_close(known(one.detach().flatten(), torch.arange(6)).view(2, 3), gradients[0])

@@ -55,7 +55,7 @@ class StepResult:
     """Whether the reply was longer than allowed."""
 
     @classmethod
-    def of(cls, returned: Any, max_reply: int | None = None) -> "StepResult":
+    def parse(cls, returned: Any, max_reply: int | None = None) -> "StepResult":
         """Read what an environment has returned; halves of surrogate pairs become question marks.
 
         Raises:
@@ -141,7 +141,7 @@ class Environment:
         if seed is not None:
             digest = hashlib.sha256(",".join(map(str, seed)).encode()).digest()
             passed["rng"] = random.Random(int.from_bytes(digest, "big"))
-        return StepResult.of(self.function(**passed), self.max_reply)
+        return StepResult.parse(self.function(**passed), self.max_reply)
 
     @property
     def name(self) -> str:
@@ -201,7 +201,7 @@ class GeneratorEnvironment:
                     value, is_over = episode.send(turn), False
                 except StopIteration as end:
                     value, is_over = end.value, True
-                reply = None if is_over else StepResult.of(value, None if before is None else len(before)).reply
+                reply = None if is_over else StepResult.parse(value, None if before is None else len(before)).reply
                 if before not in (None, reply):  # the last turn has no reply before
                     raise ValueError(
                         f"not a function of its turns: {value!r:.80} after {turn!r:.80}, and before it was "

@@ -76,7 +76,7 @@ class Tools:
             raise ValueError("; ".join(errors))
         if not isinstance(tools, list | tuple) or not tools:
             raise ValueError(f"tools: expected a list of functions, such as [my_tools.search], got {tools!r:.80}")
-        all_tools = [_Tool.of(function, columns) for function in tools]
+        all_tools = [_Tool.from_function(function, columns) for function in tools]
         self._by_name = {tool.name: tool for tool in all_tools}
         if len(self._by_name) < len(all_tools):
             raise ValueError(f"tools: expected different names, got {', '.join(tool.name for tool in all_tools)}")
@@ -107,7 +107,7 @@ class Tools:
         if problem := tool.problem(call.arguments):
             return BadCall(f"error: {problem}")
         try:
-            result = tool.function(**tool.typed(call.arguments), **{name: row[name] for name in tool.hidden})
+            result = tool.function(**tool.coerce_arguments(call.arguments), **{name: row[name] for name in tool.hidden})
             if isinstance(result, Over):
                 return result
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
@@ -132,7 +132,7 @@ class _Tool:
     """Its other parameters -> type hint."""
 
     @classmethod
-    def of(cls, function: Any, columns: Collection[str]) -> "_Tool":
+    def from_function(cls, function: Any, columns: Collection[str]) -> "_Tool":
         """A function, a method, or a `functools.partial` of one, whose bound arguments the model does not see."""
         inner, bound = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
         if not inspect.isroutine(inner) or inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner):
@@ -162,7 +162,7 @@ class _Tool:
         usage = ", ".join(f"{name}: {inspect.formatannotation(hint)}" for name, hint in self.shown.items())
         return f"{'; '.join(errors[:5])}; the tool is {self.name}({usage})"[:1000] if errors else None
 
-    def typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def coerce_arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments as JSON holds them, but for those whose type hint is an Enum or a tuple."""
         kinds = {name: get_origin(hint) or hint for name, hint in self.shown.items()}
         is_made = {name: isinstance(kind, type) and issubclass(kind, Enum | tuple) for name, kind in kinds.items()}

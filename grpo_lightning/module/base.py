@@ -74,7 +74,7 @@ class Loop:
 
     @property
     def is_logged(self) -> bool:
-        """Whether loggers are told: a later validation in a training's directory adds nothing to what that logged."""
+        """Whether metrics go to the loggers; not from a validation in the directory of an earlier training."""
         if self._trainer is None:
             return False
         directory = Path(self._trainer.default_root_dir)

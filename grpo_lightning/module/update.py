@@ -83,7 +83,7 @@ def accumulate(
             rows,
             temperature=temperature,
             entropy=loss.entropy_coef != 0,
-            loss_gradient=loss.gradient(rows, row_weights, on_policy=on_policy_step),
+            loss_gradient=loss.gradient_by_logprobs(rows, row_weights, on_policy=on_policy_step),
         )
         log_ratio = logprobs.detach() - rows.old_logprobs  # [b, T] to the sampler
         factor = loss.correct(log_ratio, rows.mask, on_policy=on_policy_step)

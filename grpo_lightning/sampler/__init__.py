@@ -183,7 +183,7 @@ class Completions:
             entropy=self.entropies,
             texts=texts,
             turns=turns,
-            replies=conversation.replies(turns) if conversation and turns else None,
+            replies=conversation.replies_between(turns) if conversation and turns else None,
             finished=tuple(self.finished.tolist()),
             support=self.support,
         )
@@ -276,7 +276,7 @@ class Conversation:
         self._replies.setdefault(row, []).append(text)
         return ids
 
-    def replies(self, turns: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    def replies_between(self, turns: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
         """The replies between the turns of each row [B]."""
         # For one reply more there may have been no room.
         return tuple(tuple(self._replies.get(row, ())[: len(own) - 1]) for row, own in enumerate(turns))

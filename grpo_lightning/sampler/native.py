@@ -215,7 +215,7 @@ class DecodeBatch:
         )
 
     def _converse(self, conversation: Conversation, ended: Sequence[int]) -> list[int]:
-        """Report the turns of completions that have just ended one, and let those go on that have a reply.
+        """Give the environment each turn that has just ended, and resume the completions that it has replied to.
 
         Returns:
             The completions that are over: without a reply, or with one that leaves no room, before which it is cut.
