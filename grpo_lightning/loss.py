@@ -381,7 +381,7 @@ class PolicyLoss:
             "total", "policy", "kl" and "entropy", the last two times their coefficients and where these are not 0.
         """
         log_ratio = logprobs - rows.old_logprobs
-        objective, _ = self.surrogate(log_ratio, rows.advantages, rows.mask)
+        objective, _ = self._objective(log_ratio, rows.advantages, rows.mask)
         parts = {"policy": -(weights * objective).sum()}
         if self.kl_coef:
             parts["kl"] = self.kl_coef * (weights * self.kl(logprobs, rows.ref_logprobs, log_ratio)).sum()
@@ -391,6 +391,18 @@ class PolicyLoss:
             parts["entropy"] = -self.entropy_coef * (weights * entropy).sum()
         loss = torch.stack(list(parts.values())).sum()
         return loss, {name: part.detach() for name, part in (parts | {"total": loss}).items()}
+
+    def _objective(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """What the surrogate returns: the objective and where it is bounded, a value for each token."""
+        returned: Any = self.surrogate(log_ratio, advantages, mask)
+        pair = returned if isinstance(returned, tuple) else (returned,)
+        shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in pair]
+        if shapes != [tuple(log_ratio.shape)] * 2:
+            raise ValueError(
+                f"loss.surrogate: expected (objective, bounded), both {list(log_ratio.shape)}, a value for each token "
+                f"that is not reduced, got {shapes}"
+            )
+        return pair[0], pair[1]
 
     @torch.no_grad()
     def correct(self, log_ratio: Tensor, mask: Tensor, *, on_policy: bool) -> Tensor:
@@ -430,7 +442,7 @@ class PolicyLoss:
             with torch.enable_grad():
                 free = logprobs.clone().requires_grad_()
                 log_ratio = (free - (logprobs if on_policy else old[numbers])).unsqueeze(0)
-                objective, _ = self.surrogate(log_ratio, advantages[numbers].unsqueeze(0), counts)
+                objective, _ = self._objective(log_ratio, advantages[numbers].unsqueeze(0), counts)
                 loss = -(of_tokens * objective).sum()
                 if self.kl_coef:
                     kl = self.kl(free.unsqueeze(0), ref[numbers].unsqueeze(0), log_ratio)
@@ -453,7 +465,7 @@ class PolicyLoss:
         """Sums over tokens for logging, in which every token counts alike whatever the weights; and "ratio_max"."""
         log_ratio = (logprobs - rows.old_logprobs) * rows.mask
         ratio = ratio_of(log_ratio)
-        _, bounded = self.surrogate(log_ratio, rows.advantages, rows.mask)
+        _, bounded = self._objective(log_ratio, rows.advantages, rows.mask)
         terms = {"tokens": torch.ones_like(ratio), "clip_fraction": bounded.float(), "ratio_mean": ratio}
         sums = {name: (term * rows.mask).sum() for name, term in terms.items()}
         return sums | {"ratio_max": (ratio * rows.mask).max()}

@@ -200,6 +200,8 @@ def _rows(rows: Any) -> Any:
     """Rows by index; those of a table of pandas as mappings."""
     if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
         return rows.to_dict("records")
+    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and not hasattr(rows, "__iter__"):
+        return [rows[index] for index in range(len(rows))]  # such as a torch Dataset
     if rows is None or (hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str)):
         return rows
     take = "list(data.take(1000))" if hasattr(rows, "take") else "list(itertools.islice(data, 1000))"

@@ -136,3 +136,12 @@ def test_rows_that_can_have_a_gradient(kl_coef, entropy_coef, expected):
     assert found.nonzero().flatten().tolist() == expected
     empty = rollout(mask=torch.zeros_like(MASK))
     assert not loss(kl_coef=kl_coef, entropy_coef=entropy_coef).has_gradient(empty).any()
+
+
+@pytest.mark.parametrize("reduced", [lambda r, a, m: (r.sum(), r > 1), lambda r, a, m: r])
+def test_a_surrogate_that_reduces_is_refused(reduced):
+    loss = PolicyLoss(surrogate=reduced, kl=k3, weights=token_mean, kl_coef=0.0, entropy_coef=0.0)
+    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    rows = Rollout(torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool), mask, zeros, zeros, zeros)
+    with pytest.raises(ValueError, match=r"loss.surrogate: expected \(objective, bounded\), both \[1, 2\]"):
+        loss(zeros, None, rows, torch.ones(1, 2))

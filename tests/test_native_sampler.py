@@ -91,7 +91,9 @@ def test_completions_are_those_of_one_row_alone_without_a_cache(policy, kind):
             assert_close(found.logprobs[row][mask], torch.tensor(logprobs), rtol=0, atol=1e-4)
             assert_close(found.entropies[row][mask], torch.tensor(entropies), rtol=0, atol=1e-4)
             assert found.ids[row][~mask].eq(policy.pad_id).all()
-            assert bool(found.finished[row]) == (len(ids) < LENGTH or ids[-1] in ENDS)
+            text = policy.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            stopped = ids[-1] in ENDS or any(stop in text for stop in sampling.stop)
+            assert bool(found.finished[row]) == (len(ids) < LENGTH or stopped)
             assert (found.support is not None) == sampling.truncated
             if found.support is not None:
                 assert found.support.flat.lists()[row * len(mask) : row * len(mask) + len(ids)] == sets

@@ -117,6 +117,7 @@ def test_answers_and_settings_of_no_use_are_refused_before_a_run():
     ):
         with pytest.raises(RewardError, match=message) as error:
             check_rows({"mine": RewardSpec(function, 1.0)}, rows({"answer": "1"}, row))
+        check_rows({"mine": RewardSpec(function, 1.0)}, [])  # rows that are made on access are not read
         assert "timeout" not in str(error.value)  # which is no remedy
 
 

@@ -256,7 +256,8 @@ def check_rollout(
             "respect attention_mask or position_ids (padding)"
             if moved > allowed
             else "the model scores a token otherwise in one pass than step by step with its cache, or another "
-            "temperature was sampled than is scored"
+            "temperature was sampled than is scored; a sampler of your own has to return log-probabilities under "
+            "softmax(logits / temperature), or set module.self_check=false"
         )
         raise SelfCheckError(
             f"recomputed log-probabilities differ from the sampler's by up to {found:.2g} nats "

@@ -60,7 +60,9 @@ def check_rows(rewards: Mapping[str, RewardSpec], rows: Sequence[tuple[Any, Mapp
     Raises:
         RewardError: A right answer, or a setting of a reward, is of no use.
     """
-    columns = {name: [values[name] for _, values in rows] for name in (rows[0][1] if rows else ())}
+    if not rows:
+        return
+    columns = {name: [values[name] for _, values in rows] for name in rows[0][1]}
     nothing: dict[str, list[Any]] = {"completions": ["" for _ in rows], "completion_ids": [[] for _ in rows]}
     for name, spec in rewards.items():
         function = innermost(spec.function)
