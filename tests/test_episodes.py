@@ -29,7 +29,9 @@ def checkpoints(tmp_path_factory):
     params=[pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in sorted(ARCHITECTURES)]
 )
 def policy(request, checkpoints):
-    return opened(checkpoints[request.param])
+    policy = opened(checkpoints[request.param])
+    # In float32 a draw of qwen2's falls between two tokens, and rounding decides.
+    return policy.double() if request.param == "qwen2" else policy
 
 
 def sampled(policy, environment=chatty, *, options=(), prompts=PROMPTS, group_size=3, waits=False, **given):

@@ -21,7 +21,6 @@ GRPO = pytest.importorskip("rlox.algorithms.grpo", exc_type=ImportError).GRPO
 
 SETTINGS = (
     "experiment=rlox_quickstart",
-    "~data.train_size",
     "data.prompts_per_step=3",
     "data.max_prompt_length=null",
     "advantage.correction=0",
