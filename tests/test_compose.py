@@ -22,6 +22,7 @@ from grpo_lightning.advantage import leave_one_out
 from grpo_lightning.composition import continued_overrides
 from grpo_lightning.config import ConfigError
 from grpo_lightning.data import PromptData
+from grpo_lightning.object_overrides import _rows
 from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
@@ -321,3 +322,14 @@ def test_a_module_that_gives_something_else_than_logits_is_named():
 def test_importing_the_package_needs_no_torch():
     code = "import sys, grpo_lightning, grpo_lightning.reward; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_torch_dataset_is_read_up_to_its_length():
+    class Questions(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):  # without an IndexError, so that iterating would never end
+            return {"prompt": "What is 1 + 1?", "answer": str(index)}
+
+    assert [row["answer"] for row in _rows(Questions())] == ["0", "1"]
