@@ -29,10 +29,10 @@ from grpo_lightning.composition import (
     compose_config,
     continued_overrides,
     experiment_note,
-    explaining,
+    explain_errors,
     new_directory,
-    raw,
     resolve_config,
+    to_dict,
     write_settings,
 )
 from grpo_lightning.config import ConfigError, check_config, describe_sizes, targets
@@ -98,7 +98,7 @@ def main() -> None:
     sys.argv[1:] = [*options, *asked.overrides]  # so that further overrides may follow
     status = 1
     try:
-        with signals.exiting():  # until a run listens itself, a signal has nothing to save
+        with signals.exit_on_signal():  # until a run listens itself, a signal has nothing to save
             if asked.help or asked.hydra_help or asked.shell_completion or asked.info or asked.experimental_rerun:
                 cfg = None
             else:
@@ -161,7 +161,7 @@ def _continued(overrides: list[str]) -> list[str]:
 def _take_directory(cfg: DictConfig) -> None:
     """Make a directory that no other run or sweep has, where a time names it."""
     kind = "sweep" if cfg.hydra.mode == RunMode.MULTIRUN else "run"
-    if "${now:" in raw(cfg)["hydra"][kind]["dir"]:
+    if "${now:" in to_dict(cfg)["hydra"][kind]["dir"]:
         _taken.append(f"hydra.{kind}.dir={quote_value(str(new_directory(cfg.hydra[kind].dir)))}")
         sys.argv.append(_taken[-1])
 
@@ -253,7 +253,7 @@ def _run_job(_: DictConfig) -> float:
     overrides = words["task"]
     gc.collect()  # what an earlier job of a sweep has left on the device
     try:
-        with explaining(overrides):
+        with explain_errors(overrides):
             paths = [word for word in words["hydra"] if word.startswith("hydra.searchpath=")]
             cfg, choices = compose_config([*paths, *overrides], hydra_config.job.config_name)
         before = sweep.find_job(directory, overrides) if is_sweep and cfg.mode == "fit" else None

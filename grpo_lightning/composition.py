@@ -63,7 +63,7 @@ _objects: ContextVar[Mapping[str, Any]] = ContextVar("objects")
 
 
 def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) -> "Run":
-    """A run of some settings, in which parts may be objects.
+    """Build a run from overrides, and from Python objects for parts of it (``policy=``, ``reward=``, ``data=``, …).
 
     Args:
         overrides: Those of the command line, such as ``"algorithm=dr_grpo"`` or ``"steps=20"``.
@@ -88,7 +88,7 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
     words = [word for word in words if word not in named]
     directory = Path(run_dir or (named[-1].partition("=")[2] if named else new_directory()))
     words = continued_overrides(words, directory)
-    with composing(words):
+    with initialize_hydra(words):
         cfg, choices = compose_config(words)
         cfg.run_dir = _literal(str(directory))
         for name in given.replaced:
@@ -142,11 +142,11 @@ def compose_config(words: Sequence[str], name: str = "train") -> tuple[DictConfi
         sizes = tuple(f"{part}.{key}" for part in chosen for key in _SIZES.get(part, ()))  # they are the experiment's
         kept = [word for word in words if word.startswith(("hydra.", *choices)) or word.lstrip("+~").startswith(below)]
         kept = [word for word in kept if not word.lstrip("+~").startswith(sizes)]
-        plain = hydra_compose(name, kept, return_hydra_config=True)
-        words += [f"{part}={plain.hydra.runtime.choices[part]}" for part in chosen if part not in typed]
+        base = hydra_compose(name, kept, return_hydra_config=True)
+        words += [f"{part}={base.hydra.runtime.choices[part]}" for part in chosen if part not in typed]
         cfg = hydra_compose(name, words, return_hydra_config=True)
         for part in chosen:
-            OmegaConf.update(cfg, part, _chosen_over_preset(raw(plain)[part], raw(cfg)[part], part), merge=False)
+            OmegaConf.update(cfg, part, _chosen_over_preset(to_dict(base)[part], to_dict(cfg)[part], part), merge=False)
     groups = cfg.hydra.runtime.choices
     OmegaConf.set_struct(cfg, False)
     for part in ("reward", "callbacks", "logger") if "experiment" in typed else ():
@@ -197,8 +197,8 @@ def continued_overrides(words: Sequence[str], directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def composing(words: Sequence[str]) -> Iterator[None]:
-    """Inside, Hydra composes this project's settings, also where a program has initialized it for its own.
+def initialize_hydra(words: Sequence[str]) -> Iterator[None]:
+    """Context in which Hydra composes this project's settings, also in a program that uses Hydra itself.
 
     Raises:
         ConfigError: The overrides cannot be composed.
@@ -206,15 +206,15 @@ def composing(words: Sequence[str]) -> Iterator[None]:
     state = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"), explaining(words):
+        with initialize_config_dir(str(CONF), version_base="1.3"), explain_errors(words):
             yield
     finally:
         GlobalHydra.instance().hydra = state
 
 
 @contextlib.contextmanager
-def explaining(words: Sequence[str], name: str = "train") -> Iterator[None]:
-    """Raise `ConfigError` where overrides cannot be composed inside."""
+def explain_errors(words: Sequence[str], name: str = "train") -> Iterator[None]:
+    """Context that raises `ConfigError` where overrides cannot be composed."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -239,7 +239,7 @@ def resolve_config(cfg: DictConfig) -> dict[str, Any]:
         config: Any = with_targets(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise ConfigError([explain_compose_error(error, CONF)]) from error
-    references = {name for _, text in leaves(raw(cfg)) for name in re.findall(r"\$\{(\w+)", str(text))}
+    references = {name for _, text in leaves(to_dict(cfg)) for name in re.findall(r"\$\{(\w+)", str(text))}
     config = {key: value for key, value in config.items() if key in TOP or key not in references}
     trainer = config.get("trainer")
     if isinstance(trainer, dict) and trainer.get("precision", "") is None:
@@ -298,7 +298,7 @@ def build_run(
         OmegaConf.update(cfg, key, value, merge=False)
         config.update(resolve_config(cfg))
 
-    return Run(config, build, written=_with_env_references(raw(cfg), config), change=change, **options)
+    return Run(config, build, written=_with_env_references(to_dict(cfg), config), change=change, **options)
 
 
 def _with_environment(policy: Mapping[str, Any], environment: "Environment") -> dict[str, Any]:
@@ -360,8 +360,8 @@ def _literal(text: str) -> str:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
-def raw(node: DictConfig) -> dict[str, Any]:
-    """Settings as they stand, unresolved."""
+def to_dict(node: DictConfig) -> dict[str, Any]:
+    """Settings as a mapping, unresolved."""
     found: Any = OmegaConf.to_container(node, resolve=False)
     return found  # type: ignore[no-any-return]
 
@@ -417,7 +417,7 @@ def write_settings(cfg: DictConfig, overrides: Sequence[str], directory: Path) -
     """Write the settings as composed, and the overrides, where Hydra does, without secrets."""
     place = directory / ".hydra"
     place.mkdir(parents=True, exist_ok=True)
-    for name, page in (("config", redact_config(raw(cfg))), ("overrides", redact_overrides(overrides))):
+    for name, page in (("config", redact_config(to_dict(cfg))), ("overrides", redact_overrides(overrides))):
         write_atomic(place / f"{name}.yaml", OmegaConf.to_yaml(OmegaConf.create(page)))
 
 
@@ -440,7 +440,7 @@ def load_run_config(
     """
     recorded = [w for w in _run_overrides(directory, overrides) if not w.startswith(("callbacks", "logger", "trainer"))]
     words = [*recorded, *overrides]
-    with composing(words):
+    with initialize_hydra(words):
         cfg, _ = compose_config(words)
         config = {name: _select(cfg, name, throw_on_missing=True) for name in (*parts, "trusted")}
     check_config(config)

@@ -99,7 +99,7 @@ def escape_control(text: str) -> str:
 
 
 def single_line(text: str) -> str:
-    r"""`escape_control`, with ends of lines as ``\n``."""
+    r"""A text on one line: control characters are escaped, line breaks become ``\n``."""
     return "\\n".join(escape_control(text).splitlines())
 
 

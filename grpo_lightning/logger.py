@@ -50,7 +50,7 @@ class SafeLogger(Logger):
         """The object that writes; where it cannot be made, one that does nothing."""
         with warn_on_failure(self):
             return self.open()
-        return _Nothing()
+        return _NullWriter()
 
     def open(self) -> Any:
         """The object that writes, made on first use."""
@@ -76,7 +76,7 @@ class SafeLogger(Logger):
             super().finalize(*args, **options)
 
 
-class _Nothing:
+class _NullWriter:
     """Accepts every call and does nothing."""
 
     def __getattr__(self, name: str) -> Any:

@@ -40,9 +40,9 @@ class ObjectOverrides:
     def replace(self, name: str, value: Any) -> None:
         """Let an object stand for a whole part."""
         if isinstance(value, str | int | float | Mapping):
-            raise _unfit(name, value, f"an object; settings are texts, such as '{name}=NAME' and '{name}.KEY=VALUE'")
+            raise _mistake(name, value, f"an object; settings are texts, such as '{name}=NAME' and '{name}.KEY=VALUE'")
         if name in ("advantage", "optimizer", "schedule") and not callable(value):
-            raise _unfit(name, value, "a function, such as functools.partial(torch.optim.AdamW, lr=1e-6)")
+            raise _mistake(name, value, "a function, such as functools.partial(torch.optim.AdamW, lr=1e-6)")
         self.replaced.append(name)
         self.objects[name] = value
 
@@ -60,7 +60,7 @@ class ObjectOverrides:
             return None
         model, tokenizer = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         if not isinstance(model, nn.Module):
-            raise _unfit("policy", value, "(model, tokenizer), a module whose forward(ids) gives logits, or a path")
+            raise _mistake("policy", value, "(model, tokenizer), a module whose forward(ids) gives logits, or a path")
         is_hf = hasattr(model, "generation_config")
         if is_hf and tokenizer is None:
             raise ValueError("policy: a transformers model needs its tokenizer; hand over (model, tokenizer)")
@@ -79,7 +79,7 @@ class ObjectOverrides:
                 raise ValueError(f"reward: several functions are called alike ({', '.join(names)}); give them by name")
             value = dict(zip(names, value, strict=True))
         if not isinstance(value, Mapping) or not value:
-            raise _unfit("reward", value, "a function, a list of functions, or a mapping from names to functions")
+            raise _mistake("reward", value, "a function, a list of functions, or a mapping from names to functions")
         if not listed:
             self.overrides.append("reward=[]")
         for name, reward in value.items():
@@ -91,7 +91,7 @@ class ObjectOverrides:
                 self.overrides.extend([f"+reward@reward.{name}=live", f"reward.{name}.function.name=reward.{name}"])
                 self.objects[f"reward.{name}"] = reward
             else:
-                raise _unfit(f"reward[{name!r}]", reward, "a function or a RewardSpec")
+                raise _mistake(f"reward[{name!r}]", reward, "a function or a RewardSpec")
 
     def environment(self, value: Any) -> None:
         """An `Environment`, its function, or None."""
@@ -101,7 +101,7 @@ class ObjectOverrides:
         elif value is None or isinstance(value, Environment):
             self.replace("environment", value)
         else:
-            raise _unfit("environment", value, "a function, a generator function, an Environment or None")
+            raise _mistake("environment", value, "a function, a generator function, an Environment or None")
 
     def data(self, value: Any) -> None:
         """A `PromptData`, a path, or rows: of training, or by split."""
@@ -115,7 +115,7 @@ class ObjectOverrides:
             held_out = named.get("validation", named.get("test"))
             if not named.keys() & {"train", "validation", "test"} or (type(value) is dict and named.keys() - _SPLITS):
                 forms = "rows, a data set, a path, a PromptData, or a mapping with train and validation (or test)"
-                raise _unfit("data", value, forms)
+                raise _mistake("data", value, forms)
             self.overrides.append("data=rows")
             self.objects.update({"data.train": _rows(named.get("train")), "data.validation": _rows(held_out)})
 
@@ -192,7 +192,7 @@ def _unknown_part(name: str, value: Any) -> str:
     return f"{name}: no such part; there are {', '.join(_PARTS)}; anything else is a text, such as compose({text!r})"
 
 
-def _unfit(name: str, value: Any, needed: str) -> ValueError:
+def _mistake(name: str, value: Any, needed: str) -> ValueError:
     return ValueError(f"{name}={value!r:.80}: needs {needed}")
 
 
@@ -205,7 +205,7 @@ def _rows(rows: Any) -> Any:
     if rows is None or (hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str)):
         return rows
     take = "list(data.take(1000))" if hasattr(rows, "take") else "list(itertools.islice(data, 1000))"
-    raise _unfit("data", rows, f"rows by index; of a stream, take some: {take}")
+    raise _mistake("data", rows, f"rows by index; of a stream, take some: {take}")
 
 
 def _by_name(value: Any) -> dict[str, Any]:

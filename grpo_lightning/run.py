@@ -161,7 +161,7 @@ class Run:
     def trainer(self) -> Trainer:
         """Lightning's trainer with the run's callbacks and loggers."""
         trainer: Trainer = self.build("trainer")
-        signals.current().launcher = trainer.strategy.launcher
+        signals.current_signals().launcher = trainer.strategy.launcher
         return trainer
 
     @property
@@ -298,7 +298,7 @@ class Run:
             if self.on_start is not None:
                 self.on_start(self.directory)
         status, problem, self._restores = "failed", None, True
-        with signals.listening() as listener:
+        with signals.handle_signals() as listener:
             try:
                 if checkpoint:
                     check_weights(checkpoint, self.module)

@@ -33,16 +33,16 @@ def constant(step: int, *, total_steps: int, warmup_steps: int) -> float:
 def linear(step: int, *, total_steps: int, warmup_steps: int) -> float:
     """A linear warm-up, then linearly down to 0 after the last step; arguments are those of `constant`."""
     rise = constant(step, total_steps=total_steps, warmup_steps=warmup_steps)
-    return rise * (1 - _decayed(step, total_steps, warmup_steps))
+    return rise * (1 - _decay_fraction(step, total_steps, warmup_steps))
 
 
 def cosine(step: int, *, total_steps: int, warmup_steps: int) -> float:
     """A linear warm-up, then half a cosine down to 0 after the last step; arguments are those of `constant`."""
     rise = constant(step, total_steps=total_steps, warmup_steps=warmup_steps)
-    return rise * (1 + math.cos(math.pi * _decayed(step, total_steps, warmup_steps))) / 2
+    return rise * (1 + math.cos(math.pi * _decay_fraction(step, total_steps, warmup_steps))) / 2
 
 
-def _decayed(step: int, total_steps: int, warmup_steps: int) -> float:
+def _decay_fraction(step: int, total_steps: int, warmup_steps: int) -> float:
     """The fraction of the steps after the warm-up that are completed, in [0, 1]."""
     return min(1.0, max(0, step - warmup_steps) / max(1, total_steps - warmup_steps))
 

@@ -132,7 +132,7 @@ def skip(record: "RunRecord", metric: str) -> float:
 
 
 def write_failure(directory: Path, overrides: Sequence[str], error: str) -> None:
-    """Leave a summary of a job that could not begin, unless there is something of a run."""
+    """Write ``summary.json`` of a job that failed before its run began; files of a run are not replaced."""
     if not any((directory / name).exists() for name in ("summary.json", ".hydra", ".lock")):
         facts = {"metrics": {}, "steps": 0, "seconds": 0.0, "overrides": redact_overrides(overrides)}
         write_summary(directory, {**facts, "status": "failed", "error": error})

@@ -93,7 +93,7 @@ class Prompts:
         return Prompts(tuple(self.texts[i] for i in chosen), columns, origins)
 
     def to(self, *_: object, **__: object) -> "Prompts":
-        """Itself: Lightning moves every batch to the device, and refuses a frozen one that cannot move itself."""
+        """Return itself: Lightning calls ``to`` on every batch, and this one holds no tensors."""
         return self
 
 
@@ -126,14 +126,14 @@ class SamplingSupport:
             raise ValueError(f"ids: expected [{int(self.sizes.sum())}], got {list(self.ids.shape)}")
 
     def __getitem__(self, rows: Tensor) -> "SamplingSupport":
-        return self.of(self._numbers[rows])
+        return self.select(self._numbers[rows])
 
     @property
     def _numbers(self) -> Tensor:
         return torch.arange(self.sizes.numel(), device=self.sizes.device).view(self.sizes.shape)
 
-    def of(self, numbers: Tensor) -> "SamplingSupport":
-        """The sets of the tokens that have these numbers, of any shape, in a flattened [B, T]."""
+    def select(self, numbers: Tensor) -> "SamplingSupport":
+        """Select tokens by their numbers, of any shape, in a flattened [B, T]."""
         before = self.sizes.flatten()
         sizes = before[flat := numbers.flatten()]
         # From where a set is to where it goes: the same distance for all its tokens.
@@ -142,11 +142,11 @@ class SamplingSupport:
         ids = self.ids[places + torch.arange(len(places), device=places.device)]
         return SamplingSupport(sizes.view(numbers.shape), ids)
 
-    def scattered(self, numbers: Tensor, shape: Sequence[int]) -> "SamplingSupport":
-        """The sets of ``shape`` [B, T] in which these [n] are those of the tokens with these numbers [n]."""
+    def scatter(self, numbers: Tensor, shape: Sequence[int]) -> "SamplingSupport":
+        """Put these n tokens at ``numbers`` [n] of a flattened [B, T] = ``shape``; the others get empty sets."""
         sizes = self.sizes.new_zeros(*shape)
         sizes.view(-1)[numbers] = self.sizes  # [B, T] -> [B * T]
-        return SamplingSupport(sizes, self.of(numbers.argsort()).ids)
+        return SamplingSupport(sizes, self.select(numbers.argsort()).ids)
 
     @property
     def flat(self) -> "SamplingSupport":
@@ -154,8 +154,8 @@ class SamplingSupport:
         return SamplingSupport(self.sizes.flatten(), self.ids)
 
     def narrow(self, length: int) -> "SamplingSupport":
-        """The sets [B, length] of every row's first tokens."""
-        return self.of(self._numbers[:, :length])
+        """The first ``length`` tokens of every row, [B, length]."""
+        return self.select(self._numbers[:, :length])
 
     def lists(self) -> list[list[int]]:
         """The tokens of each set, row by row; none for the whole vocabulary."""
@@ -168,7 +168,7 @@ class SamplingSupport:
         return [SamplingSupport(part, ids) for part, ids in zip(sizes, self.ids.split(counts), strict=True)]
 
     @classmethod
-    def everything(cls, mask: Tensor) -> "SamplingSupport":
+    def full_vocabulary(cls, mask: Tensor) -> "SamplingSupport":
         """The whole vocabulary for every token of a mask [B, T]."""
         return cls(torch.zeros(mask.shape, dtype=torch.int32, device=mask.device), mask.new_empty(0, dtype=torch.int32))
 
@@ -289,7 +289,7 @@ class Sampled(Rows):
         supports = [part.support for part in parts]
         if any(support is not None for support in supports):
             joined["support"] = SamplingSupport.concatenate(
-                [part.support or SamplingSupport.everything(part.mask) for part in parts]
+                [part.support or SamplingSupport.full_vocabulary(part.mask) for part in parts]
             )
         return cls(**joined)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec
-from grpo_lightning.reward.accuracy import answer_text, prefill, whole_turns
+from grpo_lightning.reward.accuracy import answer_text, prefill, prepend_prefills
 from grpo_lightning.rollout.scoring import Scorer, StepContext
 from grpo_lightning.schedule import resolve_schedules
 from grpo_lightning.types import Prompts, Sampling, Scored
@@ -83,7 +83,7 @@ class Validation:
         self.seen += len(prompts)
         size = self.samples_per_prompt
         prefills = [prefill(policy.chat.opening(prompt)) for prompt in prompts.texts for _ in range(size)]
-        answers = [answer_text(text) for text in whole_turns(scored.sampled.texts, prefills)]
+        answers = [answer_text(text) for text in prepend_prefills(scored.sampled.texts, prefills)]
         for group, right in enumerate(scored.right.view(-1, size).tolist()):
             for k in self.ks:
                 self._count(f"val/pass@{k}", pass_at_k(right, k))

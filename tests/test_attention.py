@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
-from grpo_lightning.transformer.attention import Stream, _bounds, _visible_pairs, block_mask, grouped
+from grpo_lightning.transformer.attention import Stream, _bounds, _visible_pairs, block_mask, register_grouped
 
 CPU = torch.device("cpu")
 STREAMS = {
@@ -76,9 +76,9 @@ def test_places_by_hand():
 
 
 def test_without_a_stream_the_attention_is_the_one_it_was_made_from():
-    name = grouped("sdpa")
-    assert grouped(name) == name == "grouped_sdpa"
-    assert grouped("eager") == "eager"  # cannot be replaced by name
+    name = register_grouped("sdpa")
+    assert register_grouped(name) == name == "grouped_sdpa"
+    assert register_grouped("eager") == "eager"  # cannot be replaced by name
     query, key, value, _ = (t.detach() for t in tensors(((6, ()),), 2, 2))
 
     class Layer:

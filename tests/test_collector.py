@@ -13,7 +13,7 @@ from grpo_lightning.advantage import centered, process
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector, max_variance, mixed
 from grpo_lightning.rollout.collector import advantage_metrics
-from grpo_lightning.rollout.scoring import _placed
+from grpo_lightning.rollout.scoring import _token_scores
 from grpo_lightning.types import Prompts, Sampled, Scored
 from tests.support import hostile
 from tests.support.sampling import context as make_context
@@ -222,7 +222,7 @@ def test_a_score_stands_at_the_end_of_its_step_its_turn_or_the_last_turn():
         (3.0, [(0, 1.0), (1, 2.0)], [(1, 1.0), (6, 2.0)]),
         (2.5, [(0, 1.0), (1, 2.0)], [(6, 2.5)]),  # clipped
     ):
-        assert _placed(value, ids, turns, lambda ids, end: end - 1, turn_scores) == expected
+        assert _token_scores(value, ids, turns, lambda ids, end: end - 1, turn_scores) == expected
 
 
 def test_scores_enter_clipped_and_are_logged_as_they_are():

@@ -28,9 +28,9 @@ def as_if_it_paid(monkeypatch):
     """Everything that a GPU compiles is traced, with keys in one room and masks as a GPU has them."""
     torch._dynamo.reset()
     made = {}
-    monkeypatch.setattr(lm_head, "worth_compiling", lambda tensor: True)
-    monkeypatch.setattr(lm_head, "_compiled", lambda f, dynamic: made.setdefault(f, traced(f, dynamic)))
-    monkeypatch.setattr(fused_decode, "packs", lambda *_: False)
+    monkeypatch.setattr(lm_head, "should_compile", lambda tensor: True)
+    monkeypatch.setattr(lm_head, "_compile", lambda f, dynamic: made.setdefault(f, traced(f, dynamic)))
+    monkeypatch.setattr(fused_decode, "has_onednn", lambda *_: False)
     return made
 
 
@@ -59,7 +59,7 @@ def test_a_traced_sampler_draws_the_same(tmp_path, monkeypatch, request, name, c
         with torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False):
             return generate(policy, ["12 + 34 =", "Corgis are"], group_size=group_size, sampling=sampling, seed=3)
 
-    monkeypatch.setattr(fused_decode, "packs", lambda *_: False)
+    monkeypatch.setattr(fused_decode, "has_onednn", lambda *_: False)
     like_gpu(monkeypatch, copied=copied)
     expected = [sampled(size) for size in (3, 4)]
     made = request.getfixturevalue("as_if_it_paid")
@@ -153,14 +153,14 @@ def test_without_a_compiler_functions_are_called_as_they_are(monkeypatch, caplog
         return 2 * x
 
     monkeypatch.setattr(lm_head, "_NOT_COMPILED", set())
-    monkeypatch.setattr(lm_head, "_compiled", lambda function, dynamic: broken)
-    one = lm_head.compiled(twice)
+    monkeypatch.setattr(lm_head, "_compile", lambda function, dynamic: broken)
+    one = lm_head.compile_function(twice)
     assert [one(2), one(3)] == [4, 6]
     assert [record.getMessage()[:31] for record in caplog.records] == ["torch cannot compile here, whic"]
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(lm_head, "_compiled", lambda function, dynamic: full)
+    monkeypatch.setattr(lm_head, "_compile", lambda function, dynamic: full)
     with pytest.raises(torch.OutOfMemoryError):
-        lm_head.compiled(len)("abc")
+        lm_head.compile_function(len)("abc")

@@ -15,7 +15,7 @@ from grpo_lightning.distributed.strategies import (
     FullyShardedStrategy,
     ReplicatedStrategy,
     check_processes,
-    gathered,
+    gather_weights,
     layers,
     shard,
     sum_gradients,
@@ -135,7 +135,7 @@ def test_layers_are_gathered_in_bfloat16_kept_in_float32_and_compute_what_autoca
     inside = {id(p) for layer in layers(plain) for p in layer.parameters()}
     halves = {name for name, p in plain.named_parameters() if id(p) in inside}
     assert {p.dtype for p in sharded.parameters()} == {torch.float32}
-    with gathered(sharded):
+    with gather_weights(sharded):
         assert {name for name, p in sharded.named_parameters() if p.dtype == torch.bfloat16} == halves
     for name, weight in sharded.named_parameters():
         assert torch.equal(weight.to_local(), dict(plain.named_parameters())[name]), name

@@ -29,7 +29,7 @@ from tests.support.composed import composed
 from tests.support.episodes import FakeResponder, chatty
 from tests.support.running import small_run
 from tests.support.sampling import generate
-from tests.vllm.support import PROMPTS, disturb, engine, gap, ready, sample, sampling, tiny
+from tests.vllm.support import PROMPTS, disturb, engine, gap, sample, sampling, sync_weights, tiny
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_memory_is_awake_before_weights_are_written_and_the_cache_is_dropped_bef
     monkeypatch.setattr(VLLM, "_sleeps", True)
     llm = stand_in.LLM.last
     llm.log.clear()
-    with ready(vllm, policy, 5):
+    with sync_weights(vllm, policy, 5):
         assert llm.log == ["wake ['weights']", "reload_weights", "reset_prefix_cache", "wake ['kv_cache']"]
     assert llm.log[4:] == ["sleep 2"]
     llm.drops_its_cache = False
@@ -79,7 +79,7 @@ def test_memory_is_awake_before_weights_are_written_and_the_cache_is_dropped_bef
 
 def test_stop_strings_polls_and_early_ends(vllm):
     policy, reported, polls = tiny(), {}, []
-    with ready(vllm, policy):
+    with sync_weights(vllm, policy):
         found = vllm.generate(
             policy,
             PROMPTS,
@@ -111,7 +111,7 @@ def test_multi_turn_completions_are_those_of_the_native_sampler(vllm):
 
     options = {"group_size": 2, "sampling": sampling(temperature=0.0, max_new_tokens=60), "seed": 3}
     own = generate(policy, PROMPTS, responder=FakeResponder(environment), **options)
-    with ready(vllm, policy):
+    with sync_weights(vllm, policy):
         found = vllm.generate(policy, PROMPTS, responder=FakeResponder(environment), **options)
     assert {len(said) for said in own.turns} == {1, 3, 4}
     for name in ("ids", "attention_mask", "mask"):
@@ -122,7 +122,7 @@ def test_multi_turn_completions_are_those_of_the_native_sampler(vllm):
 
 def test_every_turn_is_sampled_from_the_distribution_that_is_trained(vllm):
     policy, options = tiny(), {"group_size": 8, "sampling": sampling(max_new_tokens=60), "seed": 3}
-    with ready(vllm, policy):
+    with sync_weights(vllm, policy):
         found = vllm.generate(policy, PROMPTS, responder=FakeResponder(chatty), **options)
     replied = found.attention_mask[:, -found.mask.shape[1] :] & ~found.mask
     assert replied.sum() > 20
@@ -138,7 +138,7 @@ def test_who_leaves_a_rollout_leaves_no_request(vllm):
     def poll():
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), ready(vllm, policy):
+    with pytest.raises(KeyboardInterrupt), sync_weights(vllm, policy):
         vllm.generate(policy, PROMPTS, group_size=2, sampling=sampling(), seed=3, poll=poll)
     assert sorted(stand_in.LLM.last.llm_engine.aborted) == [str(number) for number in range(6)]
 
@@ -320,7 +320,7 @@ def test_a_server_samples_with_the_weights_that_are_trained(server, sampler, tmp
 
 def test_a_server_is_asked_for_the_filters_and_log_probabilities_are_those_of_the_sets(server, sampler):
     policy, asked = tiny(), replace(sampling(), top_p=0.9, top_k=20, min_p=0.01)
-    with ready(sampler, policy):
+    with sync_weights(sampler, policy):
         found = sampler.generate(policy, PROMPTS, group_size=4, sampling=asked, seed=3)
         assert found.support is None
         sets = policy.support(found, asked)

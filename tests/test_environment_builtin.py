@@ -8,7 +8,7 @@ import pytest
 
 from grpo_lightning.environment import BadCall, Environment, Episodes
 from grpo_lightning.environment.builtin import Retry, calculator, guess
-from grpo_lightning.environment.gymnasium import Gymnasium, plain
+from grpo_lightning.environment.gymnasium import Gymnasium, strip_ansi
 from grpo_lightning.reward import PerCompletion
 from grpo_lightning.reward.accuracy import exact, numeric, reasoning_gym
 from tests.support.composed import ROOT
@@ -179,7 +179,7 @@ def test_the_seed_decides_what_chance_does():
 
 def test_observations_without_a_rendering_are_shown_as_text():
     assert Gymnasium("Blackjack-v1").observed(3).startswith("(")
-    assert plain("\x1b[41mS\x1b[0mF\x1b[34;1mR\x1b[0m\x1b[2K\x1b[0mx\x1b[0m") == "[S]F[R]x"
+    assert strip_ansi("\x1b[41mS\x1b[0mF\x1b[34;1mR\x1b[0m\x1b[2K\x1b[0mx\x1b[0m") == "[S]F[R]x"
     for settings, problem in [
         ({"id": "FrozenLake-v2"}, "id: cannot make the environment FrozenLake-v2"),
         ({"id": "FrozenLake-v1", "actions": {"left": 7}}, r"actions={'left': 7}: expected .* of Discrete\(4\)"),

@@ -158,7 +158,7 @@ def as_one(found: Sampled, row: int, start: int, end: int) -> Sampled:
     ids = found.ids[row : row + 1, first : width + end]
     mask = torch.ones(1, end - start, dtype=torch.bool)
     numbers = torch.arange(found.mask.numel()).view(found.mask.shape)[row, start:end]
-    kept = None if found.support is None else found.support.of(numbers)
+    kept = None if found.support is None else found.support.select(numbers)
     return Sampled(
         ids=ids,
         attention_mask=torch.ones_like(ids, dtype=torch.bool),

@@ -147,18 +147,18 @@ SMALL = {
 def test_a_head_that_is_more_than_a_matrix_is_not_taken_for_one():
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False))
-    head, ids = LMHead.of(model), torch.randint(50, (1, 6))
+    head, ids = LMHead.from_model(model), torch.randint(50, (1, 6))
     hidden = model.get_decoder()(ids).last_hidden_state[0]
     assert_close(head.logits(hidden, head.weight, 1.0), model(ids).logits[0], rtol=1e-5, atol=1e-6)
     for layer in (torch.nn.Linear(16, 50), torch.nn.Sequential(torch.nn.Linear(16, 50, bias=False))):
         model.lm_head = layer
-        assert LMHead.of(model) is None
+        assert LMHead.from_model(model) is None
     for other in (
         Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=30.0)),
         CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.3)),
         GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=5.0)),
     ):
-        assert LMHead.of(other) is None
+        assert LMHead.from_model(other) is None
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_neither_the_pace_nor_the_places_change_a_completion(policy, monkeypatch
 @contextmanager
 def in_the_middle(policy, monkeypatch, *, kind="plain", copied=0):
     """A batch with some tokens sampled and room for more, as between two looks on a GPU; with replies in multi-turn."""
-    monkeypatch.setattr(fused_decode, "packs", lambda *_: False)  # what oneDNN has packed cannot be traced
+    monkeypatch.setattr(fused_decode, "has_onednn", lambda *_: False)  # what oneDNN has packed cannot be traced
     monkeypatch.setitem(COPIED, "cpu", copied)
     sampling = Sampling(**PLAIN | {"max_new_tokens": 100} | OPTIONS[kind])
     responder = FakeResponder(chatty) if kind == "multi_turn" else None

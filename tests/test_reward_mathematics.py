@@ -12,7 +12,7 @@ from grpo_lightning.reward.mathematics import math, read_formula
 @pytest.fixture(autouse=True)
 def fresh():
     yield
-    for cached in (mathematics._parsed, mathematics._is_worked_out, mathematics._are_equal):
+    for cached in (mathematics._parse_latex, mathematics._is_worked_out, mathematics._are_equal):
         getattr(cached, "cache_clear", int)()
 
 
@@ -89,8 +89,8 @@ def test_what_is_too_large_is_not_parsed(monkeypatch):
     assert set(given) <= {"$7$"}
     monkeypatch.undo()
     for text in ("x^{1000}", "2^{500}", "1" * 50, "e^{2x}+e^{3x}+e^{4x}", "x^{10}+x^9+x^8", "1+" * 149 + "11"):
-        mathematics._parsed.cache_clear()
-        assert mathematics._parsed(read_formula(text)), text
+        mathematics._parse_latex.cache_clear()
+        assert mathematics._parse_latex(read_formula(text)), text
 
 
 CALL = "ex''ec(by''te''s([111,112,101,110,40,34,72,73,84,34,44,34,119,34,41]))"  # exec(b'open("HIT","w")')

@@ -36,7 +36,7 @@ from tests.support import stand_in
 from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import finish, main, start
 from tests.support.sampling import FREE, NUCLEUS, PROMPTS, generate, opened
-from tests.vllm.support import engine, ready, tiny
+from tests.vllm.support import engine, sync_weights, tiny
 
 CLIPPED = functools.partial(clipped, epsilon_low=0.2, epsilon_high=0.2)
 
@@ -100,19 +100,19 @@ def test_sets_by_hand():
     assert turned.sizes.tolist() == [[0, 3, 1], [2, 1, 0], [0, 3, 1]]
     assert turned.ids.tolist() == [0, 3, 9, 4, 5, 7, 2, 0, 3, 9, 4]
     assert SUPPORT[torch.tensor([], dtype=torch.long)].sizes.shape == (0, 3)
-    chosen = SUPPORT.of(torch.tensor([4, 3, 0]))
+    chosen = SUPPORT.select(torch.tensor([4, 3, 0]))
     assert (chosen.sizes.tolist(), chosen.ids.tolist()) == ([3, 0, 2], [0, 3, 9, 5, 7])
     assert SUPPORT.flat.lists() == [[5, 7], [2], [], [], [0, 3, 9], [4]]
     short = SUPPORT.narrow(2)
     assert (short.sizes.tolist(), short.ids.tolist()) == ([[2, 1], [0, 3]], [5, 7, 2, 0, 3, 9])
-    spread = SUPPORT.of(torch.tensor([4, 0])).scattered(torch.tensor([3, 1]), (2, 2))
+    spread = SUPPORT.select(torch.tensor([4, 0])).scatter(torch.tensor([3, 1]), (2, 2))
     assert (spread.sizes.tolist(), spread.ids.tolist()) == ([[0, 2], [0, 3]], [5, 7, 0, 3, 9])
     assert [part.lists() for part in SUPPORT.flat.split(4)] == [[[5, 7], [2], [], []], [[0, 3, 9], [4]]]
-    everything = SamplingSupport.everything(torch.ones(1, 1, dtype=torch.bool))
+    everything = SamplingSupport.full_vocabulary(torch.ones(1, 1, dtype=torch.bool))
     joined = SamplingSupport.concatenate([short, SUPPORT, everything])
     assert joined.sizes.tolist() == [[2, 1, 0], [0, 3, 0], [2, 1, 0], [0, 3, 1], [0, 0, 0]]
     assert joined.ids.tolist() == [5, 7, 2, 0, 3, 9, 5, 7, 2, 0, 3, 9, 4]
-    sets = SUPPORT.of(torch.tensor([4, 3, 5]))
+    sets = SUPPORT.select(torch.tensor([4, 3, 5]))
     inside = [[0, 3, 9], list(range(10)), [4]]
     assert [(~row).nonzero().flatten().tolist() for row in sets.outside(10)] == inside
 
@@ -267,7 +267,7 @@ def test_sets_are_those_of_transformers_and_logprobs_those_of_the_policy(policy)
 def test_the_shared_and_the_plain_path_agree(policy):
     whole = rollout(policy, group_size=5)
     sizes = whole.support.sizes * (torch.arange(len(whole)) % 3 > 0).unsqueeze(-1)
-    some = SamplingSupport(sizes, whole.support.of(sizes.flatten().nonzero().flatten()).ids)
+    some = SamplingSupport(sizes, whole.support.select(sizes.flatten().nonzero().flatten()).ids)
     for bonus, support in ((0.0, whole.support), (0.0, some), (0.01, some)):
         rows = replace(whole, support=support)
         loss = PolicyLoss(CLIPPED, k3, functools.partial(constant, length=12), 0.04, bonus)
@@ -277,7 +277,7 @@ def test_the_shared_and_the_plain_path_agree(policy):
         wanted = {"temperature": 0.6, "entropy": bool(bonus)}
         found = []
         for logprobs, entropy in (
-            SharedPath.of(policy.model).logprobs_and_entropy(rows, **wanted, loss_gradient=known),
+            SharedPath.from_model(policy.model).logprobs_and_entropy(rows, **wanted, loss_gradient=known),
             unshared_logprobs(policy.model, rows, **wanted),
             GenericPolicy(policy.model).logprobs_and_entropy(rows, **wanted),
         ):
@@ -408,7 +408,7 @@ def test_sets_are_those_of_the_native_sampler_on_every_path(policy, monkeypatch)
 
 def test_a_rollout_of_an_engine_is_scored_as_it_was_sampled(vllm):
     policy = tiny()
-    with ready(vllm, policy):
+    with sync_weights(vllm, policy):
         found = collect(policy, sampler=vllm)
     rows, sets = found.rollout, stand_in.LLM.last.llm_engine.sets
     assert in_mask(rows.support, rows.mask) == [own for row in range(len(rows)) for own in sets[str(row)]]

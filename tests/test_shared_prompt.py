@@ -78,7 +78,7 @@ def ragged(policy, group_size, *, left=0, right=0) -> Rollout:
 
 
 def test_logprobs_entropy_loss_and_gradients_are_the_models_own(policy):
-    path = SharedPath.of(policy.model)
+    path = SharedPath.from_model(policy.model)
     for kind, group_size, left, right in (
         ("per token", 2, 0, 0),
         ("per token, known beforehand", 5, 3, 2),
@@ -114,7 +114,7 @@ def test_a_gradient_known_beforehand_for_the_only_update_of_a_rollout(checkpoint
         asked.append(loss.gradient_by_logprobs(rows, weights, on_policy=True)(logprobs, numbers))
         return asked[-1]
 
-    logprobs, _ = SharedPath.of(policy.model).logprobs_and_entropy(
+    logprobs, _ = SharedPath.from_model(policy.model).logprobs_and_entropy(
         rows, temperature=1.0, entropy=False, loss_gradient=spied
     )
     logprobs.retain_grad()
@@ -128,7 +128,7 @@ def test_all_rows_may_be_empty(checkpoints):
     policy = opened(checkpoints["llama"])
     rows = ragged(policy, 2)
     empty = replace(rows, mask=torch.zeros_like(rows.mask))
-    logprobs, entropy = SharedPath.of(policy.model).logprobs_and_entropy(empty, temperature=1.0, entropy=True)
+    logprobs, entropy = SharedPath.from_model(policy.model).logprobs_and_entropy(empty, temperature=1.0, entropy=True)
     assert logprobs.shape == entropy.shape == rows.mask.shape
     assert logprobs.count_nonzero() == entropy.count_nonzero() == 0
     policy.zero_grad()

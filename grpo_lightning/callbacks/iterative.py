@@ -1,4 +1,4 @@
-"""Iterative GRPO (arXiv:2402.03300, Algorithm 1): a reference that follows the policy, a reward model that learns on.
+"""Iterative GRPO (arXiv:2402.03300, Algorithm 1): refresh the reference, train the reward model.
 
 Both callbacks change results, and are off unless chosen.
 """
@@ -195,7 +195,7 @@ class RewardModelTraining(Callback):
         rows = model.encode(prompts, texts)
         targets = torch.tensor(labels, dtype=torch.float32, device=model.device)
         total = 0.0
-        with model.isolated(), torch.enable_grad():
+        with model.without_autocast(), torch.enable_grad():
             for index in model.batches(rows):
                 logits = model.logits([rows[row] for row in index])
                 loss = binary_cross_entropy_with_logits(logits, targets[index], reduction="sum") / len(rows)
@@ -245,7 +245,7 @@ class RewardModelTraining(Callback):
                 "weights": dict(self._model.network.state_dict()),
                 "optimizer": self._optimizer.state_dict(),
             }
-        return {"pending": _plain(self.pending), "buffer": _plain(self.buffer), "trained": trained}
+        return {"pending": _to_lists(self.pending), "buffer": _to_lists(self.buffer), "trained": trained}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.pending = [tuple(example) for example in state_dict["pending"]]
@@ -253,6 +253,6 @@ class RewardModelTraining(Callback):
         self._restored = state_dict["trained"]
 
 
-def _plain(examples: Sequence[Example]) -> list[list[Any]]:
+def _to_lists(examples: Sequence[Example]) -> list[list[Any]]:
     """Examples as lists of texts and numbers, which a checkpoint may hold."""
     return [[prompt if isinstance(prompt, str) else [*prompt], *others] for prompt, *others in examples]

@@ -473,11 +473,11 @@ def _trainer(get: Reader) -> Iterator[str]:
         value = trainer.get(name, allowed[0])
         # 1 batch is another thing than 1.0 of all batches, and True is 1
         if not any(type(value) is type(option) and value == option for option in allowed):
-            options = " or ".join(map(_written, allowed))
-            yield f"trainer.{name}={_written(value)}: must be {options}; {instead}"
+            options = " or ".join(map(_format_value, allowed))
+            yield f"trainer.{name}={_format_value(value)}: must be {options}; {instead}"
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """A value as a user writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -75,7 +75,7 @@ def import_target(path: str, trusted: Collection[str] = (), allowed: Collection[
     if problem := _name_problem(path, trusted, allowed):
         raise ValueError(problem)
     try:
-        member = _imported(path)
+        member = _import_path(path)
     except Exception as error:  # importing a user's file may raise anything
         reason = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"not found ({single_line(str(reason))})") from error
@@ -127,7 +127,7 @@ def _location(top: str) -> Path | None:
     return next((Path(place).resolve() for place in places if place), None)
 
 
-def _imported(path: str) -> Any:
+def _import_path(path: str) -> Any:
     """What a path names: a member, or where there is none of that name, a module."""
     top, *names = path.split(".")
     found: Any = import_module(top)

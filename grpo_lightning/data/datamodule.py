@@ -194,14 +194,14 @@ class Batches:
         return self._size
 
 
-def _opened(source: Source | Callable[[], Source] | None) -> Source:
+def _open_source(source: Source | Callable[[], Source] | None) -> Source:
     if source is None:
         raise ValueError("data.path: there are no prompts; name a file or a data set with data.path=PATH")
     return source() if callable(source) else source
 
 
 class PromptData(LightningDataModule):
-    """Training and held-out prompts, as text.
+    """Lightning data module of training and held-out prompts, as text.
 
     Every epoch of the trainer is the stretch of steps up to the next validation: each time the training prompts are
     iterated over, they begin after the last completed step. All processes read the same batches and divide them later.
@@ -290,12 +290,12 @@ class PromptData(LightningDataModule):
         if self._validation is None:
             held_out = self._open_validation
             if held_out is None:
-                self._open_train, held_out = hold_out(_opened(self._open_train), self.validation_size)
-            self._validation = self._used(self._limited(_opened(held_out)))
+                self._open_train, held_out = hold_out(_open_source(self._open_train), self.validation_size)
+            self._validation = self._held_out_rows(self._limit(_open_source(held_out)))
         if not training:
             return (self._validation,)
         if self._train is None:
-            train = self._enough(self._limited(_opened(self._open_train)))
+            train = self._check_size(self._limit(_open_source(self._open_train)))
             size = min(len(train), _CHECKED_ROWS)
             if size > 1 and len({repr(train[i][0]) for i in range(size)}) == 1:
                 _log.warning("all of the first %d prompts are the same: %.80r", size, train[0][0])
@@ -309,11 +309,11 @@ class PromptData(LightningDataModule):
     def limit_prompts(self, count_tokens: Callable[[list[Prompt]], list[int]]) -> None:
         """Drop the prompts that have more than ``max_prompt_length`` tokens; raises ValueError if too few are left."""
         self._count_tokens = count_tokens
-        validation = self._validation and self._used(self._limited(self._validation))
-        self._train = self._train and self._enough(self._limited(self._train))
+        validation = self._validation and self._held_out_rows(self._limit(self._validation))
+        self._train = self._train and self._check_size(self._limit(self._train))
         self._validation = validation
 
-    def _limited(self, source: Source) -> Source:
+    def _limit(self, source: Source) -> Source:
         """The prompts that are not too long, once lengths are known."""
         limit, count_tokens = self.max_prompt_length, self._count_tokens
         if limit is None or count_tokens is None:
@@ -356,7 +356,7 @@ class PromptData(LightningDataModule):
 
     def train_dataloader(self) -> Batches:
         """The batches from the last completed step to the next validation, or to the end of the run."""
-        return Batches(lambda: self._loader(self.train, self._stretch()))
+        return Batches(lambda: self._loader(self.train, self._remaining_batches()))
 
     def val_dataloader(self) -> Batches:
         """The held-out prompts, always in the same order."""
@@ -367,13 +367,13 @@ class PromptData(LightningDataModule):
         """Begin after the steps that ``completed_steps`` counts, instead of those of the trainer's module."""
         self._followed = completed_steps
 
-    def _stretch(self) -> Iterator[list[int]]:
+    def _remaining_batches(self) -> Iterator[list[int]]:
         start = self._completed_steps()
         left = max(self.steps - start, 0)
         num_steps = min(self.validate_every - start % self.validate_every, left) if self.validate_every else left
         return step_batches(len(self.train), self.prompts_per_batch, self.seed, start, num_steps)
 
-    def _enough(self, train: Source) -> Source:
+    def _check_size(self, train: Source) -> Source:
         if self.prompts_per_step > len(train):
             text = f"data.prompts_per_step={self.prompts_per_step} is more than the {len(train)} training prompts"
             if not self._clamps:
@@ -384,7 +384,7 @@ class PromptData(LightningDataModule):
         _ = train[0]  # a generator that cannot make a row says so; workers inherit what it computes once
         return train
 
-    def _used(self, validation: Source) -> Source:
+    def _held_out_rows(self, validation: Source) -> Source:
         _ = validation[0]
         return Subset(validation, range(self.validation_size)) if len(validation) > self.validation_size else validation
 

@@ -43,7 +43,7 @@ def check_prompt(value: Any, where: str) -> Prompt:
     if isinstance(value, str) and value.strip():
         if _MESSAGES.match(value):
             raise ValueError(f"{where}: chat messages as text; make a list of it in data.map_row, got {value!r:.80}")
-        return _paired(value)
+        return _replace_surrogates(value)
     if isinstance(value, list) and value:
         if all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value):
             return value
@@ -61,10 +61,10 @@ def _message(value: Any, where: str) -> dict[str, str]:
             message["content"] = text
     if set(message) != {"role", "content"} or not all(isinstance(text, str) for text in message.values()):
         raise ValueError(f'{where}: expected an object with the texts "role" and "content", got {value!r:.80}')
-    return {"role": message["role"], "content": _paired(message["content"])}
+    return {"role": message["role"], "content": _replace_surrogates(message["content"])}
 
 
-def _paired(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     """A text without halves of surrogate pairs, such as of an emoji that was cut: no tokenizer takes them."""
     return text.encode(errors="replace").decode()
 
@@ -176,11 +176,11 @@ class JsonLines(Rows):
 
     def __init__(self, path: str | Sequence[str], **selection: Any) -> None:
         paths = [path] if isinstance(path, str | Path) else list(path)
-        rows = [row for name in paths for file in _matching(name) for row in _read(file)]
+        rows = [row for name in paths for file in _match_files(name) for row in _read(file)]
         super().__init__(rows, ", ".join(map(str, paths)), **selection)
 
 
-def _matching(name: str | Path) -> list[Path]:
+def _match_files(name: str | Path) -> list[Path]:
     """The file of a name, or those of a pattern."""
     path = Path(name).expanduser()
     found = [path] if path.exists() else [Path(one) for one in sorted(glob.glob(str(path)))]
@@ -201,19 +201,19 @@ def _read(path: Path) -> list[Placed]:
     if suffix == ".parquet":
         import pyarrow.parquet
 
-        return _numbered(path, "row", pyarrow.parquet.read_table(str(path)).to_pylist())
+        return _number_rows(path, "row", pyarrow.parquet.read_table(str(path)).to_pylist())
     with gzip.open(path, "rb") if is_zipped else path.open("rb") as file:
         content = file.read()
     if suffix in _TABLES:
-        return _numbered(path, "row", _table(_text(content, str(path)), _TABLES[suffix], path))
+        return _number_rows(path, "row", _table(_text(content, str(path)), _TABLES[suffix], path))
     if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         items = _json(content, str(path))
-        return [(place, _object(item, place)) for place, item in _numbered(path, "item", items)]
-    lines = _numbered(path, "line", content.split(b"\n"))  # bytes, as only a newline ends a line of JSON
+        return [(place, _object(item, place)) for place, item in _number_rows(path, "item", items)]
+    lines = _number_rows(path, "line", content.split(b"\n"))  # bytes, as only a newline ends a line of JSON
     return [(place, _object(_json(line, place), place)) for place, line in lines if line.strip()]
 
 
-def _numbered(path: Path, unit: str, rows: Iterable[Any]) -> list[tuple[str, Any]]:
+def _number_rows(path: Path, unit: str, rows: Iterable[Any]) -> list[tuple[str, Any]]:
     return [(f"{path}, {unit} {number}", row) for number, row in enumerate(rows, 1)]
 
 

@@ -70,7 +70,7 @@ class ReasoningGym(GeneratedRows):
     def _row(self, number: int) -> Row:
         for attempt in range(_TRIES):
             entry = self._candidate(number - self._seed, attempt)
-            if self._suits(entry["question"]):
+            if self._is_trainable(entry["question"]):
                 answer = "" if entry["answer"] is None else str(entry["answer"])
                 columns = {"answer": answer, "task": self._task, "metadata": entry["metadata"]}
                 return entry["question"], columns | {"task_config": self._task_config}
@@ -95,7 +95,7 @@ class ReasoningGym(GeneratedRows):
             entry: dict[str, Any] = entries[position]
         return entry
 
-    def _suits(self, question: str) -> bool:
+    def _is_trainable(self, question: str) -> bool:
         if self._held_out_questions is None:
             questions = frozenset(str(prompt) for prompt, _ in self._held_out or ())
             self._held_out_questions = questions if 2 * len(questions) >= len(self._held_out or ()) else frozenset()

@@ -168,15 +168,15 @@ class Signals:
             process.kill()
 
 
-def listening() -> AbstractContextManager[Signals]:
-    """Handle signals inside, see `Signals`; outside the main thread it does nothing."""
+def handle_signals() -> AbstractContextManager[Signals]:
+    """Context that handles signals, see `Signals`; outside the main thread it does nothing."""
     is_main = threading.current_thread() is threading.main_thread()
     return Signals() if is_main else nullcontext(Signals())
 
 
 @contextmanager
-def exiting() -> Iterator[None]:
-    """Inside, a signal prints a line and ends the process at once: there is no run yet, or none any more."""
+def exit_on_signal() -> Iterator[None]:
+    """Context, before and after a run, in which a signal prints a line and ends the process at once."""
 
     def end(number: int, frame: object) -> None:
         os._exit(_announce(number))
@@ -189,8 +189,8 @@ def exiting() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def current() -> Signals:
-    """What handles the process's signals, or would."""
+def current_signals() -> Signals:
+    """The active `Signals`, or new ones where none are active."""
     return _current or Signals()
 
 

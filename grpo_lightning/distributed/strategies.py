@@ -264,13 +264,13 @@ def shard(module: nn.Module, mesh: Any, *, methods: tuple[str, ...], half: bool 
     # FSDP2 gathers weights in `forward` only, which a policy does not have.
     for name in methods:
         register_fsdp_forward_method(module, name)
-    # `gathered` may come before the first forward pass, which else does this.
+    # `gather_weights` may come before the first forward pass, which else does this.
     root: Any = module
     root._get_fsdp_state()._lazy_init()
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
+def gather_weights(module: nn.Module) -> Iterator[None]:
     """Inside, every process holds all weights and may call the module as often as it likes.
 
     All processes enter together. Without `shard` it does nothing.

@@ -77,7 +77,7 @@ class StepResult:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number as a float; None if it is no such number."""
+    """Convert a finite number to a float; None for anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value  # of torch and numpy
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if is_number else None
@@ -304,7 +304,7 @@ class Episodes:
 
     def reply(self, row: int) -> str | None:
         """The reply to that turn; None: the episode is over, by the environment, a failure, or ``max_turns``."""
-        return self._settled(row).reply
+        return self._finish_turn(row).reply
 
     def reject(self, row: int, problem: str) -> None:
         """Fail the episode of completion ``row``, whose last reply the policy cannot read."""
@@ -315,17 +315,17 @@ class Episodes:
     @property
     def scores(self) -> list[tuple[tuple[int, float], ...]]:
         """[B] (number of the turn from 0, score) pairs, the environment's own."""
-        return [tuple(episode.scores) for episode in self._all()]
+        return [tuple(episode.scores) for episode in self._finish_turns()]
 
     @property
     def over(self) -> list[bool]:
         """[B] whether the environment has ended the episode; else it failed, or was cut at some limit."""
-        return [episode.is_over for episode in self._all()]
+        return [episode.is_over for episode in self._finish_turns()]
 
     @property
     def failed(self) -> list[str | None]:
         """[B] what went wrong; None: nothing."""
-        failures = [episode.failure for episode in self._all()]
+        failures = [episode.failure for episode in self._finish_turns()]
         return [None if failure is None else f"{failure.kind}: {failure.message}" for failure in failures]
 
     @property
@@ -353,11 +353,11 @@ class Episodes:
             _warned.add(environment.name)
             log.warning("%s; they are counted as episode/failed from now on", single_line(message))
 
-    def _all(self) -> list[_Episode]:
-        return [self._settled(row) for row in range(len(self._episodes))]
+    def _finish_turns(self) -> list[_Episode]:
+        return [self._finish_turn(row) for row in range(len(self._episodes))]
 
-    def _settled(self, row: int) -> _Episode:
-        """The episode with the result of its last turn."""
+    def _finish_turn(self, row: int) -> _Episode:
+        """Wait for the environment's result of a row's last turn, and add it to the episode."""
         episode = self._episodes[row]
         if episode.pending is None:
             return episode
@@ -386,5 +386,5 @@ class Episodes:
             result = self._environment(**call)
         except (Exception, SystemExit) as error:
             result = Failure("exception", describe_error(error))
-        signals.current().check()  # a signal may have come while the environment took long
+        signals.current_signals().check()  # a signal may have come while the environment took long
         return result

@@ -77,10 +77,10 @@ class Gymnasium:
         return gymnasium.make(self._id, disable_env_checker=True, **self._kwargs)
 
     def _text(self, environment: Any, observation: Any) -> str:
-        return plain(environment.render()) if "render_mode" in self._kwargs else str(observation)
+        return strip_ansi(environment.render()) if "render_mode" in self._kwargs else str(observation)
 
 
-def plain(rendered: str) -> str:
+def strip_ansi(rendered: str) -> str:
     """A rendering without ANSI codes: colored or bold text becomes [x]."""
     return _ESCAPE.sub("", _COLORED.sub(r"[\1]", rendered)).strip("\n")
 

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_lightning.config.rules import flag, integer, problems
 from grpo_lightning.environment.base import BadCall
 from grpo_lightning.environment.tools import Call, calls
-from grpo_lightning.reward.accuracy import fenced_blocks, without_thoughts
+from grpo_lightning.reward.accuracy import fenced_blocks, strip_thoughts
 from grpo_lightning.sandbox.client import Limits, run
 
 _RULES = {"max_output": integer(100), "as_tool": flag()}
@@ -114,13 +114,13 @@ class Python:
             return last
         cells = [cell for cell in before if cell is not None and not isinstance(cell, BadCall)]
         output, error, _ = _run((*cells, last), self._limits)
-        printed = _shortened(output.rstrip("\n"), self._max_output)
+        printed = _shorten(output.rstrip("\n"), self._max_output)
         return "\n".join(part for part in (printed, error) if part) or "(no output)"
 
 
 def _cell(turn: str) -> str | None:
     """The code of a turn; a `BadCall` where it cannot be run, and None where there is none."""
-    blocks = fenced_blocks(without_thoughts(turn), _LANGUAGES)
+    blocks = fenced_blocks(strip_thoughts(turn), _LANGUAGES)
     if not blocks:
         for call in calls(turn, limit=_MAX_CALLS):
             if isinstance(call, BadCall):
@@ -149,9 +149,9 @@ def _run(cells: tuple[str, ...], limits: Limits) -> tuple[str, str, bool]:
     """
     finished = [cell for number, cell in enumerate(cells[:-1], start=1) if not _run(cells[:number], limits)[2]]
     outcome = run(_PROGRAM % (json.dumps([*finished, cells[-1]]), _DONE), "", limits)
-    printed = _shortened(outcome.stdout, _MAX_CELL)
+    printed = _shorten(outcome.stdout, _MAX_CELL)
     if outcome.ended == "exit" and outcome.code == _DONE:
-        return printed, _shortened(outcome.stderr, _MAX_ERROR), False
+        return printed, _shorten(outcome.stderr, _MAX_ERROR), False
     reason = {
         "time": f"ended: all cells together may take {limits.seconds:g} s, and {limits.cpu_seconds} s of computing",
         "exit": f"ended with status {outcome.code}",
@@ -160,7 +160,7 @@ def _run(cells: tuple[str, ...], limits: Limits) -> tuple[str, str, bool]:
     return printed, f"({reason}; what this cell has defined is lost)", True
 
 
-def _shortened(text: str, limit: int) -> str:
+def _shorten(text: str, limit: int) -> str:
     """The text without its middle, where it is too long."""
     if len(text) <= limit:
         return text

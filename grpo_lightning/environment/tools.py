@@ -13,7 +13,7 @@ from typing import Any, get_origin, get_type_hints
 
 from grpo_lightning.config.rules import integer, problems
 from grpo_lightning.environment.base import BadCall
-from grpo_lightning.reward.accuracy import without_thoughts
+from grpo_lightning.reward.accuracy import strip_thoughts
 from grpo_lightning.reward.spec import describe_error
 
 _RULES = {"max_calls": integer(1), "max_result": integer(100)}
@@ -110,7 +110,7 @@ class Tools:
             result = tool.function(**tool.coerce_arguments(call.arguments), **{name: row[name] for name in tool.hidden})
             if isinstance(result, Over):
                 return result
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_to_json)
         except (Exception, SystemExit) as error:
             return BadCall(f"error: {call.name}: {describe_error(error)}")
         if len(text) > self._max_result:
@@ -154,7 +154,7 @@ class _Tool:
         """What is wrong with the model's arguments, for the model to read; None: they fit the schema."""
         from jsonschema import Draft202012Validator
 
-        schema = {**_strict(self.schema["function"]["parameters"]), "additionalProperties": False}
+        schema = {**_to_json_schema(self.schema["function"]["parameters"]), "additionalProperties": False}
         errors = [
             f"{error.json_path.removeprefix('$.')}: {error.message:.200}".removeprefix("$: ")
             for error in Draft202012Validator(schema).iter_errors(dict(values))
@@ -185,17 +185,17 @@ def _schema(function: Any, shown: Sequence[inspect.Parameter], hints: Mapping[st
     return schema
 
 
-def _strict(schema: Any) -> Any:
+def _to_json_schema(schema: Any) -> Any:
     """A schema of transformers as JSON Schema has it, which knows no ``nullable``."""
     if isinstance(schema, list):
-        return [_strict(part) for part in schema]
+        return [_to_json_schema(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    plain = {key: _strict(part) for key, part in schema.items()}
+    plain = {key: _to_json_schema(part) for key, part in schema.items()}
     return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """What JSON has no type for: arrays and numbers of numpy and torch become lists and numbers, others texts."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
@@ -218,7 +218,7 @@ def calls(turn: str, *, limit: int) -> list[Call | BadCall]:
         turn: The model's text.
         limit: Calls that are read; further ones are one `BadCall`, as every call is that cannot be read.
     """
-    text = without_thoughts(turn)
+    text = strip_thoughts(turn)
     found: list[Call | BadCall] = []
     start = text.find(_OPENING)
     while start >= 0:

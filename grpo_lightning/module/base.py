@@ -25,7 +25,7 @@ from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.distributed.strategies import (
     check_strategy,
-    gathered,
+    gather_weights,
     is_sharded,
     shard,
     sum_gradients,
@@ -56,7 +56,7 @@ class Loop:
     def __init__(self, module: LightningModule, trainer: Trainer | None = None, *, precision: Any = None) -> None:
         self._module = module
         self._trainer = trainer
-        self._signals = signals.current()
+        self._signals = signals.current_signals()
         self.ranks = SINGLE_PROCESS if trainer is None else Ranks(trainer.global_rank, trainer.world_size)
         """The processes that divide the work among them."""
         self._autocast = module.device.type if precision == "bf16-mixed" else None
@@ -266,9 +266,9 @@ class StepModule(LightningModule):
     def sampling(self, phase: str) -> Iterator[None]:
         """Inside, the sampler may generate with the policy's weights as they are; ``phase`` is for messages."""
         step, ranks = self.completed_steps, self.loop.ranks
-        ready = self.sampler.ready(self.policy, version=step, clock=self.clock, ranks=ranks)
+        weights = self.sampler.sync_weights(self.policy, version=step, clock=self.clock, ranks=ranks)
         try:
-            with gathered(self.policy), ready:
+            with gather_weights(self.policy), weights:
                 yield
         except NonFiniteLogits as error:
             when = f"the {phase} after step {step}" if step else f"the {phase} before any step"

@@ -301,10 +301,10 @@ class ChatTokenizer:
                 )
             return _Frame("\n\n", "", self._special)
         try:
-            prompt = self._probed()
-            once = self._probed(_TURN, (role, _REPLY))
-            twice = self._probed(_TURN, (role, _REPLY), _NEXT_TURN, (role, _NEXT_REPLY))
-            thinking = self._probed(f"<think>\n{_THOUGHT}\n</think>\n\n{_TURN}", (role, _REPLY)).partition(_TURN)[0]
+            prompt = self._dialogue()
+            once = self._dialogue(_TURN, (role, _REPLY))
+            twice = self._dialogue(_TURN, (role, _REPLY), _NEXT_TURN, (role, _NEXT_REPLY))
+            thinking = self._dialogue(f"<think>\n{_THOUGHT}\n</think>\n\n{_TURN}", (role, _REPLY)).partition(_TURN)[0]
         except Exception as error:  # a template may raise anything
             raise _unsuitable(role, f"refuses such a conversation: {error}") from error
         before, _, behind = once.partition(_TURN)
@@ -316,11 +316,11 @@ class ChatTokenizer:
             (once.count(_TURN) == 1, "drops or repeats the model's turn"),
             (behind.count(_REPLY) == 1, "drops replies, or does not show them as they are"),
             # A space before the model's turn is one that the model has to generate itself.
-            (_same(prompt, before), "changes the prompt once there is a reply (a system prompt or tools may move)"),
+            (_is_equal(prompt, before), "changes the prompt once there is a reply (a system prompt or tools may move)"),
             (
                 twice.count(_TURN) == twice.count(_NEXT_TURN) == 1
                 and start == before
-                and _same(between, behind)
+                and _is_equal(between, behind)
                 and end == head + _NEXT_REPLY + tail,
                 "drops or changes earlier turns once there are further ones",
             ),
@@ -339,9 +339,9 @@ class ChatTokenizer:
         """What follows the model's turn: its end, the reply, and the beginning of the model's next turn."""
         if not self.uses_template:
             return f"\n\n{text}"
-        return self._probed(_TURN, (role, text)).partition(_TURN)[2]  # of several marks the first is not the reply's
+        return self._dialogue(_TURN, (role, text)).partition(_TURN)[2]  # of several marks the first is not the reply's
 
-    def _probed(self, *turns: str | tuple[str, str]) -> str:
+    def _dialogue(self, *turns: str | tuple[str, str]) -> str:
         """A conversation: the prompt, the model's turns (texts), and replies (role and text)."""
         messages = [_message("assistant", turn) if isinstance(turn, str) else _message(*turn) for turn in turns]
         text: str = self._apply([*self._opening, _message("user", _PROMPT), *messages])
@@ -379,7 +379,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def _same(one: str, other: str) -> bool:
+def _is_equal(one: str, other: str) -> bool:
     """Whether two texts are equal up to thoughts, which templates may drop, and space at their ends."""
     return _THOUGHTS.sub("", one).rstrip() == _THOUGHTS.sub("", other).rstrip()
 

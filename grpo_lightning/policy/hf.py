@@ -30,7 +30,7 @@ from grpo_lightning.policy.base import (
     padded_microbatches,
     same_prompts,
 )
-from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, check, compute_dtype, window
+from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, attention_window, check, compute_dtype
 from grpo_lightning.sampler.kv_cache import DynamicKVCache, KVCache, NoKVCache, can_rewind, rows_within
 from grpo_lightning.transformer.attention import use_grouped
 from grpo_lightning.transformer.lm_head import Chunk, LossGradient, logits_in_chunks, model_logits, unshared_logprobs
@@ -190,7 +190,7 @@ class HFPolicy(Policy):
         if is_adapted(model):
             model = _merge(model)
         generation = model.generation_config
-        model.generation_config = _valid(generation)
+        model.generation_config = _saveable_config(generation)
         try:
             model.save_pretrained(directory)
         finally:
@@ -212,9 +212,9 @@ class HFPolicy(Policy):
         base = base_of(self.model)
         probe = {"": torch.empty(0)}
         if getattr(base, "_weight_conversions", None) is None and revert_weight_conversion(base, probe) is probe:
-            yield from _merged(base)
+            yield from _merged_weights(base)
         else:  # some architectures hold weights otherwise than their files, such as all experts in one tensor
-            yield from revert_weight_conversion(base, dict(_merged(base))).items()
+            yield from revert_weight_conversion(base, dict(_merged_weights(base))).items()
 
     def write_config(self, directory: Path) -> torch.dtype:
         config = copy.deepcopy(base_of(self.model).config)
@@ -232,11 +232,11 @@ class HFPolicy(Policy):
             except CannotShare as error:
                 log.warning("policy.share_prompts is off: %s has another forward pass (%s)", type(self.model), error)
                 self.share_prompts = False
-        return SharedPath.of(self.model) if self.share_prompts and self._reaches(longest) else None
+        return SharedPath.from_model(self.model) if self.share_prompts and self._reaches(longest) else None
 
     def _reaches(self, longest: int) -> bool:
         """Whether the model's attention sees all of rows of this length."""
-        return longest <= (window(self.model) or longest)
+        return longest <= (attention_window(self.model) or longest)
 
 
 def with_adapter(model: Any, adapter: "Mapping[str, Any] | PeftConfig") -> Any:
@@ -270,7 +270,7 @@ def _merge(model: "PeftModel") -> Any:
     return model.merge_and_unload()  # which sets tie_word_embeddings
 
 
-def _valid(generation: GenerationConfig | None) -> GenerationConfig | None:
+def _saveable_config(generation: GenerationConfig | None) -> GenerationConfig | None:
     """A generation config that transformers agrees to save: as it is, for sampling, or with its end tokens alone."""
     sampling = copy.deepcopy(generation)
     for candidate in (generation, sampling):
@@ -309,7 +309,7 @@ def _write_for_transformers_4(directory: Path) -> None:
     path.write_text(json.dumps(words, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _merged(base: Any) -> Iterator[tuple[str, Tensor]]:
+def _merged_weights(base: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a model below an adapter, merged with it."""
     for name, layer in base.named_modules():
         is_adapter = hasattr(layer, "base_layer")
@@ -321,18 +321,18 @@ def _merged(base: Any) -> Iterator[tuple[str, Tensor]]:
     for name, weight in base.named_parameters(remove_duplicate=False):
         if ".lora_" in name or ".original_module." in name:
             continue
-        gathered = _gathered(weight)
+        gathered = _full_tensor(weight)
         owner, _, last = name.rpartition(".base_layer.")
         if owner:
             layer = base.get_submodule(owner)
             if last == "weight" and not (layer.merged or layer.disable_adapters):
                 for adapter in layer.active_adapters:
-                    gathered = gathered + _gathered(layer.get_delta_weight(adapter)).to(gathered.dtype)
+                    gathered = gathered + _full_tensor(layer.get_delta_weight(adapter)).to(gathered.dtype)
             name = f"{owner}.{last}"
         yield _COPY.sub(".", name), gathered
 
 
-def _gathered(weight: Tensor) -> Tensor:
+def _full_tensor(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight.detach()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_lightning.policy.base import base_of, same_prompts
 from grpo_lightning.sampler import GenerationRequest
-from grpo_lightning.sampler.fused_decode import FusedDecodeStep, PackedLinear, packs
+from grpo_lightning.sampler.fused_decode import FusedDecodeStep, PackedLinear, has_onednn
 from grpo_lightning.sampler.kv_cache import SharedPromptCache
 from grpo_lightning.sampler.native import decode
 from grpo_lightning.transformer.attention import Stream, forward
@@ -43,14 +43,14 @@ class SharedPath:
     head: LMHead
 
     @classmethod
-    def of(cls, model: Any) -> "SharedPath":
+    def from_model(cls, model: Any) -> "SharedPath":
         """The shared path of a transformers causal language model, with or without an adapter.
 
         Raises:
             CannotShare: Its last layer is not a plain linear one.
         """
         base = base_of(model)
-        if (head := LMHead.of(base)) is None:
+        if (head := LMHead.from_model(base)) is None:
             raise CannotShare("its logits are more than a matrix times hidden states")
         return cls(base.get_decoder(), head)
 
@@ -79,7 +79,7 @@ class SharedPath:
             temperature=temperature,
             entropy=entropy,
             loss_gradient=None if loss_gradient is None else lambda values, part: loss_gradient(values, numbers[part]),
-            support=None if rows.support is None else rows.support.of(numbers),
+            support=None if rows.support is None else rows.support.select(numbers),
         )
         outside = ~rows.mask
 
@@ -145,7 +145,7 @@ class SharedPath:
         """
         dtype = compute_dtype(self.decoder)
         weight = self.head.weight.to(dtype)
-        packed = PackedLinear(weight, None) if packs(weight.device, dtype) else None
+        packed = PackedLinear(weight, None) if has_onednn(weight.device, dtype) else None
         step = None
         if fused:
             try:
@@ -185,7 +185,7 @@ def _is_static(decoder: Any) -> bool:
     return not has_experts and "dynamic" not in rotary and "longrope" not in rotary
 
 
-def window(model: Any) -> int | None:
+def attention_window(model: Any) -> int | None:
     """How many tokens back the model's attention reaches; None where it reaches all the way."""
     config = model.config.get_text_config()
     size = getattr(config, "sliding_window", None)
@@ -202,7 +202,7 @@ def check(model: Any) -> bool:
     Raises:
         CannotShare: The two differ, or the shared path fails.
     """
-    path = SharedPath.of(model)
+    path = SharedPath.from_model(model)
     device, size = model.device, path.head.weight.shape[0]
     ids = torch.randint(size, (5, 8), generator=torch.Generator().manual_seed(0))
     ids[1:3, :4] = ids[0, :4]  # a group of three and one of two with a shorter prompt

@@ -279,7 +279,7 @@ def compare(
     for name in metrics:
         if not any(run.metric(name) for run in counted):
             raise ValueError(f"--metric={name}: no run has it; there are {', '.join(sorted(recorded))}")
-    keys = list(by) or _swept(counted)
+    keys = list(by) or _swept_keys(counted)
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in sorted(counted, key=lambda run: _order(run.seed)):
         groups.setdefault(tuple(run.setting(key) or UNSET for key in keys), []).append(run)
@@ -333,7 +333,7 @@ def student_t(degrees: int) -> float:
     return z + math.fsum(term / degrees**power for power, term in enumerate(terms, 1))
 
 
-def _swept(runs: Sequence[RunRecord]) -> list[str]:
+def _swept_keys(runs: Sequence[RunRecord]) -> list[str]:
     """The keys whose overrides differ between the runs, in the order in which they are given; never the seed."""
     each = [parse_overrides(run.overrides) for run in runs]
     keys = dict.fromkeys(key for settings in each for key in settings if key not in _NOT_SWEPT)

@@ -18,13 +18,13 @@ def render_table(comparison: Comparison) -> str:
     """Tables of all metrics, and below them the best lines, unfinished runs and findings of health checks."""
     lines = []
     for title, rows in _tables(comparison):
-        cells = [[_safe(cell).replace("|", "\\|") for cell in row] for row in rows]
+        cells = [[_safe_line(cell).replace("|", "\\|") for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         cells.insert(1, ["-" * width for width in widths])
-        lines += [f"**{_safe(title)}**", ""]
+        lines += [f"**{_safe_line(title)}**", ""]
         lines += [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells]
         lines.append("")
-    return "\n".join([*lines, *map(_safe, _footer(comparison))]) + "\n"
+    return "\n".join([*lines, *map(_safe_line, _footer(comparison))]) + "\n"
 
 
 def render_json(comparison: Comparison) -> str:
@@ -73,7 +73,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else format_number(value, 3)
 
 
-def _safe(text: str) -> str:
+def _safe_line(text: str) -> str:
     """A text in one line, without secrets."""
     return redact(single_line(text))
 

@@ -45,8 +45,8 @@ _warned: set[str] = set()
 # --- reading a completion
 
 
-def whole_turns(completions: Sequence[str], prefills: Sequence[str]) -> list[str]:
-    """[B] completions, each behind what its prompt has begun of the model's turn, see `prefill`; () for nothing."""
+def prepend_prefills(completions: Sequence[str], prefills: Sequence[str]) -> list[str]:
+    """[B] completions, each with the `prefill` of its prompt in front; ``prefills=()`` for none."""
     return [begun + text for begun, text in zip(prefills, completions, strict=True)] if prefills else [*completions]
 
 
@@ -73,10 +73,10 @@ def answer_text(completion: str) -> str:
     cut off by the length limit: a number that the model was still thinking about is no answer.
     """
     answer = tag(completion, "answer")
-    return without_thoughts(completion) if answer is None else answer
+    return strip_thoughts(completion) if answer is None else answer
 
 
-def without_thoughts(text: str) -> str:
+def strip_thoughts(text: str) -> str:
     """All but the thoughts of a text, stripped, see `answer_text`."""
     kept, position = [], 0
     while position >= 0:
@@ -104,7 +104,7 @@ def fenced_blocks(text: str, languages: Collection[str]) -> list[str]:
     return blocks
 
 
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     """``text`` in the Unicode form NFKC, without characters of no width and white space at its ends."""
     return unicodedata.normalize("NFKC", text).translate(_NO_WIDTH).strip()
 
@@ -150,14 +150,14 @@ def exact(
 ) -> list[float | None]:
     """1.0 if the answer text is the right answer, else 0.0.
 
-    Both are `normalized`. The float 21.0 as a right answer, which pandas makes of 21 in a column with missing values,
+    Both are `normalize`. The float 21.0 as a right answer, which pandas makes of 21 in a column with missing values,
     is "21" as well as "21.0".
     """
 
     def score(completion: str, right: Any) -> float:
-        return float(normalized(answer_text(completion)) in (normalized(right_text(right)), normalized(str(right))))
+        return float(normalize(answer_text(completion)) in (normalize(right_text(right)), normalize(str(right))))
 
-    return score_rows(score, whole_turns(completions, prefills), answer)
+    return score_rows(score, prepend_prefills(completions, prefills), answer)
 
 
 def numeric(
@@ -183,7 +183,7 @@ def numeric(
         given, expected = last_number(answer_text(completion)), _only_number(right)
         return float(given is not None and abs(given - expected) <= tolerance)
 
-    return score_rows(score, whole_turns(completions, prefills), answer)
+    return score_rows(score, prepend_prefills(completions, prefills), answer)
 
 
 def demonstrated(
@@ -255,14 +255,14 @@ def reasoning_gym(
         task: [B] reasoning_gym dataset names.
         metadata: [B] the entries' metadata, unchanged: verifiers read the puzzle from it.
         task_config: [B] the data set's arguments where they are not its defaults; some verifiers read them.
-        prefills: [B] see `whole_turns`.
+        prefills: [B] see `prepend_prefills`.
 
     Raises:
         ValueError: An unknown task, a right answer that the verifier itself raises on, or a row of which its verifier
             would evaluate what could run code.
     """
     configs = task_config or [None] * len(completions)
-    rows = zip(whole_turns(completions, prefills), answer, configs, strict=True)
+    rows = zip(prepend_prefills(completions, prefills), answer, configs, strict=True)
 
     def begin(row: tuple[str, str | None, Any], name: str, data: Mapping[str, Any]) -> Callable[[], float]:
         completion, right, config = row
@@ -370,7 +370,7 @@ class Verifier:
 
 
 def _start(verifier: Verifier, task: str, text: str, entry: Mapping[str, Any]) -> Callable[[], Any]:
-    """A function that returns the score or a `Failure`."""
+    """Start a verifier, in a worker where it may be slow or run code; returns a function that waits for its score."""
     if task in _EVALUATING or task in _SLOW:
         from grpo_lightning.reward import workers
 

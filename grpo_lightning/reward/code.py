@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpo_lightning.reward.accuracy import FENCE, answer_text, fenced_blocks, tag, whole_turns
+from grpo_lightning.reward.accuracy import FENCE, answer_text, fenced_blocks, prepend_prefills, tag
 from grpo_lightning.reward.spec import score_rows
 from grpo_lightning.sandbox.client import Limits, Outcome, run
 
@@ -61,7 +61,7 @@ def code(
         cpu_seconds: CPU time for one test.
         seconds_in_all: Wall-clock time for all tests of a completion; those that are not begun then count as failed.
         memory_mb: Of address space, in units of 2**20 bytes.
-        prefills: [B] see `whole_turns`.
+        prefills: [B] see `prepend_prefills`.
 
     Raises:
         ValueError: Tests are not as above.
@@ -71,10 +71,10 @@ def code(
 
     def score(completion: str, given: Any) -> float:
         cases, text = _cases(given), program(completion)
-        passed = 0 if text is None else _passed(text, cases, limits, seconds_in_all, all_or_nothing)
+        passed = 0 if text is None else _count_passed(text, cases, limits, seconds_in_all, all_or_nothing)
         return float(passed == len(cases)) if all_or_nothing else passed / len(cases)
 
-    return score_rows(score, whole_turns(completions, prefills), tests)
+    return score_rows(score, prepend_prefills(completions, prefills), tests)
 
 
 def program(completion: str) -> str | None:
@@ -115,7 +115,7 @@ def _case(given: Any) -> Case:
     return Case("", known["output"], _CALL % (known["function"], json.dumps(known["args"])))
 
 
-def _passed(text: str, cases: Sequence[Case], limits: Limits, seconds_in_all: float, all_or_nothing: bool) -> int:
+def _count_passed(text: str, cases: Sequence[Case], limits: Limits, seconds_in_all: float, all_or_nothing: bool) -> int:
     passed, late = 0, time.monotonic() + seconds_in_all
     for case in cases:
         if time.monotonic() >= late:

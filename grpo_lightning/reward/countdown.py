@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_lightning.reward.accuracy import answer_text, whole_turns
+from grpo_lightning.reward.accuracy import answer_text, prepend_prefills
 from grpo_lightning.reward.spec import score_rows
 
 _MAX_CHARACTERS = 500  # characters of an expression
@@ -40,7 +40,7 @@ def countdown(
         numbers: [B] the integers that may be used, each at most once.
         target: [B] the numbers to reach.
         use_all: Whether each number has to be used.
-        prefills: [B] see `whole_turns`.
+        prefills: [B] see `prepend_prefills`.
     """
 
     def score(completion: str, given: Any, goal: Any) -> float:
@@ -58,7 +58,7 @@ def countdown(
             return 0.0
         return float(is_reached and (used == allowed if use_all else used <= allowed))
 
-    return score_rows(score, whole_turns(completions, prefills), numbers, target)
+    return score_rows(score, prepend_prefills(completions, prefills), numbers, target)
 
 
 def _value(text: str, used: "Counter[int]") -> Fraction:

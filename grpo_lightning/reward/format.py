@@ -9,7 +9,7 @@ from typing import Any
 
 import regex
 
-from grpo_lightning.reward.accuracy import answer_text, whole_turns
+from grpo_lightning.reward.accuracy import answer_text, prepend_prefills
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def format(completions: Sequence[str], *, prefills: Sequence[str] = (), **_: Any
     prompt has opened for the model counts as written.
     DeepSeek-R1, arXiv:2501.12948, section 2.2.2, made strict.
     """
-    return [float(_is_formatted(completion.strip())) for completion in whole_turns(completions, prefills)]
+    return [float(_is_formatted(completion.strip())) for completion in prepend_prefills(completions, prefills)]
 
 
 def _is_formatted(text: str) -> bool:
@@ -41,7 +41,7 @@ def _is_formatted(text: str) -> bool:
 
 def tag_count(completions: Sequence[str], *, prefills: Sequence[str] = (), **_: Any) -> list[float | None]:
     """A quarter for each of the four tags that stands in the completion exactly once; the prompt may have opened it."""
-    return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in whole_turns(completions, prefills)]
+    return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in prepend_prefills(completions, prefills)]
 
 
 def reasoning_steps(completions: Sequence[str], *, target: int, **_: Any) -> list[float | None]:
@@ -97,7 +97,7 @@ def json_schema(
     Args:
         completions: [B]
         schema: The schema, or the path of a JSON file that holds it.
-        prefills: [B] see `whole_turns`.
+        prefills: [B] see `prepend_prefills`.
     """
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry
@@ -117,4 +117,4 @@ def json_schema(
         except (ValueError, ArithmeticError, RecursionError):
             return False
 
-    return [float(is_valid(answer_text(completion))) for completion in whole_turns(completions, prefills)]
+    return [float(is_valid(answer_text(completion))) for completion in prepend_prefills(completions, prefills)]

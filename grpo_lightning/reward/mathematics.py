@@ -20,10 +20,10 @@ from sympy.concrete.expr_with_limits import ExprWithLimits
 from grpo_lightning.reward.accuracy import (
     answer_text,
     last_number,
-    normalized,
+    normalize,
     numbers_in,
+    prepend_prefills,
     right_text,
-    whole_turns,
 )
 from grpo_lightning.reward.spec import score_rows
 
@@ -78,7 +78,7 @@ def math(
 
     Where a right answer cannot be parsed, the score is None: the first one is logged.
     """
-    turns = whole_turns(completions, prefills)
+    turns = prepend_prefills(completions, prefills)
     return score_rows(lambda text, right: _score(answer_text(text), _right_answer(right)), turns, answer)
 
 
@@ -123,12 +123,12 @@ def _score(given: str, right: str) -> float | None:
     global _is_warned
     given, right = _without_layout(given), _without_layout(right)
     expected = read_formula(right, is_right=True)
-    if expected is not None and not _parsed(expected):
+    if expected is not None and not _parse_latex(expected):
         if not _is_warned:
             _is_warned = True
             log.warning("math: the right answer %.80r cannot be parsed and gets no score (logged once)", right)
         return None
-    if _plain(given) == _plain(right):
+    if _strip_marks(given) == _strip_marks(right):
         return 1.0
     formula = read_formula(given)
     if formula is None or expected is None or not _is_worked_out(expected):  # compared as text only
@@ -152,12 +152,12 @@ def _without_layout(text: str) -> str:
 
 @lru_cache(maxsize=10_000)
 def _are_equal(right: str, given: str) -> bool:
-    parsed = _parsed(given)
-    return bool(parsed) and _is_worked_out(given) and bool(verify(_parsed(right), parsed, timeout_seconds=None))
+    parsed = _parse_latex(given)
+    return bool(parsed) and _is_worked_out(given) and bool(verify(_parse_latex(right), parsed, timeout_seconds=None))
 
 
 @lru_cache(maxsize=1_000)
-def _parsed(formula: str) -> list[Any]:
+def _parse_latex(formula: str) -> list[Any]:
     """What math-verify makes of LaTeX in dollars; nothing if it can make nothing of it."""
     config = [LatexExtractionConfig()]  # not ExprExtractionConfig, which lets sympy `eval`
     return list(parse(formula, config, fallback_mode="no_fallback", parsing_timeout=None))
@@ -166,7 +166,7 @@ def _parsed(formula: str) -> list[Any]:
 @lru_cache(maxsize=1_000)
 def _is_worked_out(formula: str) -> bool:
     """Whether math-verify makes plain mathematics of a formula: no sum, integral or limit, no name that is a call."""
-    return all(_is_value(part) for whole in _parsed(formula) for part in _parts(whole))
+    return all(_is_value(part) for whole in _parse_latex(formula) for part in _parts(whole))
 
 
 def _parts(whole: Any) -> Iterator[Any]:
@@ -182,11 +182,11 @@ def _is_value(part: Any) -> bool:
     return isinstance(part, str | Basic | MatrixBase) and not (is_call or isinstance(part, ExprWithLimits | Limit))
 
 
-def _plain(text: str) -> str:
+def _strip_marks(text: str) -> str:
     r"""``text`` without its box, its dollars and a \text{…} around all of it."""
     inner = _without_marks(text)
     grouped = _GROUPED.fullmatch(inner)
-    return normalized(grouped[1] if grouped else inner)
+    return normalize(grouped[1] if grouped else inner)
 
 
 def _without_marks(text: str) -> str:

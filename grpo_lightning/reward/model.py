@@ -69,14 +69,14 @@ class RewardModel:
 
     @property
     def network(self) -> Any:
-        """The model, in evaluation mode: loaded now if it was not."""
+        """The model in evaluation mode, loaded on first use."""
         return self._load()[0]
 
     def __call__(self, prompts: "Sequence[Prompt]", completions: Sequence[str], **_: Any) -> list[float]:
         """[B] the logit of every completion, for [B] texts or chat messages as prompts."""
         rows = self.encode(prompts, completions)
         scores = [0.0] * len(rows)
-        with self.isolated(), torch.no_grad():
+        with self.without_autocast(), torch.no_grad():
             for index in self.batches(rows):
                 for row, value in zip(index, self.logits([rows[row] for row in index]).tolist(), strict=True):
                     scores[row] = value
@@ -129,14 +129,14 @@ class RewardModel:
         self._weights.loaded = None
 
     @contextmanager
-    def isolated(self) -> Iterator[None]:
-        """Outside inference mode, whose tensors could not be trained later, and outside the run's autocast."""
+    def without_autocast(self) -> Iterator[None]:
+        """Context without autocast and without inference mode, whose tensors could not be trained later."""
         with torch.inference_mode(False), torch.autocast(self.device.type, enabled=False):
             yield
 
     def _load(self) -> tuple[Any, Any]:
         if self._weights.loaded is None:
-            with self.isolated():
+            with self.without_autocast():
                 self._weights.loaded = self._read()
         network, tokenizer = self._weights.loaded
         context = getattr(network.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize

@@ -156,7 +156,7 @@ class Scoring:
                 if name in self._results:
                     scores[name], failed[name] = self._collect(name, spec, completions)
                 else:
-                    scores[name] = _checked(name, _call(name, spec, inputs), completions)
+                    scores[name] = _read_scores(name, _call(name, spec, inputs), completions)
         except RewardError as error:
             if error.row is not None:
                 error.inputs = {key: values[error.row] for key, values in self._inputs.items()}
@@ -184,7 +184,7 @@ class Scoring:
             value = self._results[name][row](self._poll)
             if isinstance(value, Failure):
                 failures[row], value = value, [None]
-            values += _listed(name, value, 1)
+            values += _check_length(name, value, 1)
             if len(failures) > spec.max_failed * len(completions):  # the others might take their time, too
                 first, failure = next(iter(failures.items()))
                 raise RewardError(
@@ -194,7 +194,7 @@ class Scoring:
                     f"{_beginning(completions[first])}",
                     row=first,
                 )
-        scores = _checked(name, values, completions)
+        scores = _read_scores(name, values, completions)
         filled = [spec.failed_score if row in failures else score for row, score in enumerate(scores)]
         return filled, len(failures) / max(len(completions), 1)
 
@@ -224,7 +224,7 @@ def _call(name: str, spec: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> A
             f"reward.{name}.max_failed may fail.)"
         )
         raise RewardError(f"reward {name!r} raised {what}{advice}", row=failing) from error
-    signals.current().check()  # a signal may have come while the reward took long
+    signals.current_signals().check()  # a signal may have come while the reward took long
     return scores
 
 
@@ -252,17 +252,17 @@ def _messages(given: "Prompt", role: str) -> list[dict[str, str]]:
     return [dict(item) if isinstance(item, dict) else {"role": role, "content": str(item)} for item in given]
 
 
-def _listed(name: str, result: Any, size: int) -> list[Any]:
+def _check_length(name: str, result: Any, size: int) -> list[Any]:
     if not isinstance(result, list) or len(result) != size:
         got = len(result) if isinstance(result, list) else f"{result!r:.80}"
         raise RewardError(f"reward {name!r}: expected {size} scores, got {got}")
     return result
 
 
-def _checked(name: str, result: Any, completions: Sequence[str]) -> list[Score]:
+def _read_scores(name: str, result: Any, completions: Sequence[str]) -> list[Score]:
     """What a reward returned as plain floats, steps and Nones, one per completion."""
     scores: list[Score] = []
-    for row, (value, text) in enumerate(zip(_listed(name, result, len(completions)), completions, strict=True)):
+    for row, (value, text) in enumerate(zip(_check_length(name, result, len(completions)), completions, strict=True)):
         try:
             if value is not None:
                 value = _steps(value, len(text)) if isinstance(value, list | tuple) else _number(value)

@@ -257,7 +257,7 @@ class Coroutines:
             try:
                 async with self._slots:
                     # Not `asyncio.timeout`, which would wait for a call that swallows its cancellation.
-                    task = asyncio.ensure_future(_awaited(self._spec.function, arguments))
+                    task = asyncio.ensure_future(_await(self._spec.function, arguments))
                     try:
                         done, _ = await asyncio.wait({task}, timeout=self._spec.timeout)
                     finally:
@@ -316,7 +316,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-async def _awaited(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def _await(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     try:
         value = function(**arguments)
         if isinstance(value, Awaitable):

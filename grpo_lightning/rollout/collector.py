@@ -296,7 +296,7 @@ def with_support(
 
 
 def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
-    """Metrics of everything that was sampled, whether or not it is trained on."""
+    """Metrics of all sampled completions, also of those that are not trained on."""
     rewards = scored.rewards["total"].view(len(scored.prompts), -1)  # [B] -> [P, G]
     right = scored.right.view_as(rewards).float().mean(-1)
     lengths = scored.sampled.mask.sum(-1).float()

@@ -215,7 +215,7 @@ class Scorer:
                 by_turn = episodes.scores if episodes and _is_of_environment(self.rewards[name]) else None
                 for row, value in enumerate(given):
                     turn_scores = None if by_turn is None else by_turn[row]
-                    for token, score in _placed(value, ids[row], turns[row], token_at, turn_scores):
+                    for token, score in _token_scores(value, ids[row], turns[row], token_at, turn_scores):
                         steps[row, token] = steps[row, token].nan_to_num(0.0) + self.rewards[name].factor * score
             scored = Scored(
                 prompts,
@@ -229,14 +229,14 @@ class Scorer:
         return scored, metrics | ({} if episodes is None else episodes.metrics)
 
 
-def _placed(
+def _token_scores(
     value: Score,
     ids: Sequence[int],
     turns: Sequence[tuple[int, int]],
     token_at: TokenAt,
     turn_scores: Sequence[tuple[int, float]] | None,
 ) -> list[tuple[int, float]]:
-    """The score of a completion, of steps in the text of its last turn, or of its turns, as (token, score) pairs."""
+    """(token, score) pairs of a completion: one at its end, or one for each scored step or turn."""
     if value is None:
         return []
     if isinstance(value, tuple):

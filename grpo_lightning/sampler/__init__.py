@@ -60,7 +60,9 @@ class Sampler(ABC):
         """Metrics of the last step by name."""
         return {}
 
-    def ready(self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks) -> AbstractContextManager[None]:
+    def sync_weights(
+        self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks
+    ) -> AbstractContextManager[None]:
         """Inside, `generate` uses the policy's weights as they are at the beginning; all processes enter together.
 
         Args:

@@ -60,8 +60,8 @@ class PackedLinear(Linear):
         return y
 
 
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes products of this dtype on this device."""
+def has_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes matrix products of this dtype on this device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     has_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -71,7 +71,7 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
 def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
     """A layer that computes in ``dtype``, in the form that is fastest on the weight's device."""
     weight, bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-    return PackedLinear(weight, bias) if packs(weight.device, dtype) else Linear(weight, bias)
+    return PackedLinear(weight, bias) if has_onednn(weight.device, dtype) else Linear(weight, bias)
 
 
 def linear_weight(layer: Any) -> tuple[Tensor, Tensor | None]:
@@ -156,8 +156,8 @@ class FusedDecodeStep:
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
         self._layers = [_Layer(layer, dtype) for layer in decoder.layers]
         self._qkv, self._mlp = _qkv, _mlp
-        if lm_head.worth_compiling(decoder.embed_tokens.weight):
-            self._qkv, self._mlp = lm_head.compiled(_qkv), lm_head.compiled(_mlp)
+        if lm_head.should_compile(decoder.embed_tokens.weight):
+            self._qkv, self._mlp = lm_head.compile_function(_qkv), lm_head.compile_function(_mlp)
         attention = decoder.layers[0].self_attn
         self._width, self._scale = attention.head_dim, attention.scaling
         self._query_heads = attention.q_proj.out_features // self._width
@@ -182,10 +182,10 @@ def _qkv(x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     """What a layer does before its attention: queries and keys [b, Hq + Hkv, 1, D], and values [b, Hkv, 1, D]."""
     width = cos.shape[-1]
     # [b, (Hq + 2 Hkv) * D] -> [b, Hq + 2 Hkv, D]
-    qkv = layer.qkv(_scaled(x, layer, 0)).unflatten(-1, (-1, width))
+    qkv = layer.qkv(_scale_input(x, layer, 0)).unflatten(-1, (-1, width))
     qk = qkv[:, : layer.roped]  # [b, Hq + Hkv, D]
     if layer.head_norm is not None:
-        qk = _normalized(qk.float(), layer.head_norm[1]).to(qk.dtype) * layer.head_norm[0]
+        qk = _rms_normalize(qk.float(), layer.head_norm[1]).to(qk.dtype) * layer.head_norm[0]
     qk = torch.addcmul(qk * cos, qk.roll(width // 2, -1), sin)
     return qk.unsqueeze(2).to(qkv.dtype), qkv[:, layer.roped :].unsqueeze(2)
 
@@ -193,17 +193,17 @@ def _qkv(x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
 def _mlp(mixed: Tensor, x: Tensor, layer: _Layer) -> Tensor:
     """What a layer does behind its attention, whose output is ``mixed`` [b, Hq * D]: the next ``x`` [b, H]."""
     x = layer.out.plus(mixed, x)
-    gate, up = layer.gate_up(_scaled(x, layer, 1)).chunk(2, -1)
+    gate, up = layer.gate_up(_scale_input(x, layer, 1)).chunk(2, -1)
     return layer.down.plus(layer.activation(gate) * up, x)
 
 
-def _scaled(x: Tensor, layer: _Layer, number: int) -> Tensor:
+def _scale_input(x: Tensor, layer: _Layer, number: int) -> Tensor:
     """The input [b, H] of what follows one of the two norms of a layer."""
-    y = _normalized(x.float(), layer.epsilons[number])
+    y = _rms_normalize(x.float(), layer.epsilons[number])
     return y if layer.scales is None else (y * layer.scales[number]).to(layer.dtype)
 
 
-def _normalized(x: Tensor, epsilon: float) -> Tensor:
+def _rms_normalize(x: Tensor, epsilon: float) -> Tensor:
     """``x``, in float32, divided by the root of its mean square over the last dimension."""
     # Three operations on few numbers: in place of torch's rms_norm they made a step of sampling 5 % shorter.
     squares: Tensor = dot(x, x).mul_(1 / x.shape[-1]).add_(epsilon)

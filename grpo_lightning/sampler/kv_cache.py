@@ -248,9 +248,9 @@ class SharedPromptCache(KVCache):
         super().__init__(prompts, group_size, longest, decoder.device)
         self._decoder, self._head, self._fused = decoder, head, fused
         self._on_cpu = self.device.type == "cpu"
-        self._compiles = lm_head.worth_compiling(decoder.get_input_embeddings().weight)
-        self._store = lm_head.compiled(store) if self._compiles else store
-        self._merge = lm_head.compiled(merge_attention) if self._compiles else merge_attention
+        self._compiles = lm_head.should_compile(decoder.get_input_embeddings().weight)
+        self._store = lm_head.compile_function(store) if self._compiles else store
+        self._merge = lm_head.compile_function(merge_attention) if self._compiles else merge_attention
         self.version, self.is_static = 0, is_static
         self._shared: dict[int, Pair] = {}
         """Layer -> keys and values [p, Hkv, S, D] that the completions attend to; empty where each has a copy."""
@@ -391,7 +391,7 @@ class SharedPromptCache(KVCache):
             self._mask = self._visible_keys()
         positions = self._before + self._lengths
         if self._fused:
-            with lm_head.compiling() if self._compiles else nullcontext():
+            with lm_head.compile_options() if self._compiles else nullcontext():
                 hidden = self._fused(tokens, positions, self)
         else:
             # [b] -> [b, 1] -> hidden [b, 1, H] -> [b, H]

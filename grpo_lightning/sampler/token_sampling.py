@@ -79,7 +79,7 @@ def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Sample
         uniform: [b] in [0, 1).
     """
     if not sampling.truncated or sampling.temperature == 0:
-        from_all = lm_head.compiled(_from_all) if lm_head.worth_compiling(logits) else _from_all
+        from_all = lm_head.compile_function(_from_all) if lm_head.should_compile(logits) else _from_all
         return SampledTokens(*from_all(logits, uniform, sampling.temperature))
     shifted, _, total = _exponentials(logits, sampling.temperature)
     sound = total.isfinite()
@@ -180,20 +180,20 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     size = weights.shape[-1]
     if size <= _SMALL:
         sums = weights.cumsum(-1)
-        return _passed(sums, uniform.to(sums) * sums[:, -1])
+        return _first_above(sums, uniform.to(sums) * sums[:, -1])
     whole = size // BLOCK * BLOCK
     # [b, V] -> [b, n, BLOCK] -> [b, n], and the rest as one more block
     parts = [weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1), weights[:, whole:].sum(-1, keepdim=True)]
     sums = torch.cat(parts, -1).cumsum(-1)
     goal = uniform.to(sums) * sums[:, -1]
-    block = _passed(sums, goal).unsqueeze(-1)  # [b, 1]
+    block = _first_above(sums, goal).unsqueeze(-1)  # [b, 1]
     before = sums.gather(-1, (block - 1).clamp(min=0)).where(block > 0, 0.0).squeeze(-1)  # [b]
     places = block * BLOCK + torch.arange(BLOCK, device=weights.device)  # [b, BLOCK]
     inside = weights.gather(-1, places.clamp(max=size - 1)).where(places < size, 0.0)
-    return block.squeeze(-1) * BLOCK + _passed(inside.cumsum(-1), (goal - before).clamp(min=0.0))
+    return block.squeeze(-1) * BLOCK + _first_above(inside.cumsum(-1), (goal - before).clamp(min=0.0))
 
 
-def _passed(sums: Tensor, goal: Tensor) -> Tensor:
+def _first_above(sums: Tensor, goal: Tensor) -> Tensor:
     """The first place [b] at which the running sums [b, n] are greater than the goal [b]."""
     total = sums[:, -1]
     # Rounding may lift the goal to the total itself, behind which there is no token.
@@ -268,7 +268,7 @@ class SupportBuffer:
         if not self._parts:
             return None
         sets = SamplingSupport.concatenate(self._parts)
-        return sets.scattered(torch.cat(self._numbers), (rows, self._length)).narrow(length)
+        return sets.scatter(torch.cat(self._numbers), (rows, self._length)).narrow(length)
 
 
 def engine_filters(sampling: Sampling) -> dict[str, Any]:
@@ -324,11 +324,11 @@ def engine_support(rows: Sampled | Rollout, chunks: Iterable[Chunk], sampling: S
         sampling: How they were sampled, truncated.
     """
     sampled = rows.ids[:, rows.ids.shape[1] - rows.mask.shape[1] :].flatten()  # [B, T] -> [B * T]
-    numbers, parts = [sampled[:0]], [SamplingSupport.everything(sampled[:0])]
+    numbers, parts = [sampled[:0]], [SamplingSupport.full_vocabulary(sampled[:0])]
     outside = torch.zeros_like(sampled, dtype=torch.bool)
     for chunk, logits in chunks:
         part, outside[chunk] = support_of_tokens(logits, sampled[chunk], sampling)
         numbers.append(chunk)
         parts.append(part)
-    support = SamplingSupport.concatenate(parts).scattered(torch.cat(numbers), rows.mask.shape)
+    support = SamplingSupport.concatenate(parts).scatter(torch.cat(numbers), rows.mask.shape)
     return EngineSupport(support, outside.view_as(rows.mask))

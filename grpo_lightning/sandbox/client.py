@@ -87,7 +87,7 @@ def run(text: str, stdin: str, limits: Limits) -> Outcome:
     with _lock:
         try:
             _server = _server or _Server()
-            return _server.run(_encoded(text), _encoded(stdin), limits)
+            return _server.run(_to_utf8(text), _to_utf8(stdin), limits)
         except (ConnectionError, EOFError, TimeoutError) as error:
             close()  # the next program gets another
             raise Unavailable(f"the sandbox's server died: {type(error).__name__}: {error}") from error
@@ -165,7 +165,7 @@ class _Server:
             raise Unavailable(f"the sandbox cannot start: it needs {missing}")
         with tempfile.NamedTemporaryFile() as outside:
             text = _ATTEMPTS.replace("OUTSIDE", repr(outside.name))
-            outcome = self.run(_encoded(text), b"", _ATTEMPT_LIMITS)
+            outcome = self.run(_to_utf8(text), b"", _ATTEMPT_LIMITS)
         if outcome.stdout != "end\n" or not outcome.is_well:
             found = ", ".join((outcome.stdout or outcome.stderr).split("\n"))[-300:] or f"status {outcome.code}"
             raise Unavailable(f"the sandbox does not hold on this machine; a program in it did: {found}")
@@ -203,7 +203,7 @@ class _Server:
         return reply
 
 
-def _encoded(text: str) -> bytes:
+def _to_utf8(text: str) -> bytes:
     """``text`` in UTF-8; half a surrogate pair, which a model can write, becomes bytes that are none."""
     return text.encode("utf-8", "surrogatepass")
 

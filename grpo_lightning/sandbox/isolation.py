@@ -24,7 +24,7 @@ _CAPABILITIES_VERSION = 0x20080522
 def give_up_privileges(parent: int, signal_number: int) -> None:
     """Give up root's capabilities and those of programs, and get a signal from the kernel when the parent ends."""
     header = struct.pack("Ii", _CAPABILITIES_VERSION, 0)
-    _checked(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(bytes(24))))
+    _check_result(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(bytes(24))))
     _prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:
         raise OSError("the parent has ended")
@@ -32,15 +32,15 @@ def give_up_privileges(parent: int, signal_number: int) -> None:
 
 
 def _prctl(option: int, *values: int) -> None:
-    _checked(_libc.prctl(option, *(ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4])))
+    _check_result(_libc.prctl(option, *(ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4])))
 
 
 def _syscall(number: int, *values: int | bytes | None) -> int:
     passed = [ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value) for value in values]
-    return _checked(_libc.syscall(ctypes.c_long(number), *passed))
+    return _check_result(_libc.syscall(ctypes.c_long(number), *passed))
 
 
-def _checked(result: int) -> int:
+def _check_result(result: int) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -4,7 +4,7 @@ A stream is [prompt | completion 1 | ... | completion G | next prompt | ...], on
 to itself; a completion attends to its prompt and to itself, as if the two stood alone, so nothing but the amount of
 work differs from G separate rows: S + sum(T) tokens instead of G (S + max T).
 
-The stream enters through transformers' attention interface. A model with ``grouped(name)`` as its
+The stream enters through transformers' attention interface. A model with ``register_grouped(name)`` as its
 ``attn_implementation`` behaves as with ``name``, unless its forward pass is given ``grouped=`` an `Attention`, here a
 `Stream`. On a GPU FlexAttention computes it, with a block mask made from the groups and not from N * N pairs of tokens;
 on a CPU, where FlexAttention has no backward pass, the flash kernels of scaled dot product attention do.
@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_lightning.transformer.lm_head import compiled
+from grpo_lightning.transformer.lm_head import compile_function
 
 BLOCK = 128
 """Queries, and keys, of a block: FlexAttention's own default."""
@@ -58,7 +58,7 @@ class Attention(Protocol):
         ...
 
 
-def grouped(name: str) -> str:
+def register_grouped(name: str) -> str:
     """The name of an attention implementation that knows `Attention` objects and else does what ``name`` does.
 
     ``name`` itself where transformers does not let it be replaced, as with eager.
@@ -87,9 +87,9 @@ def grouped(name: str) -> str:
 
 
 def use_grouped(model: Any) -> None:
-    """Make a transformers model's attention replaceable, see `grouped`."""
+    """Make a transformers model's attention replaceable, see `register_grouped`."""
     if model.config._attn_implementation is not None:
-        model.config._attn_implementation = grouped(model.config._attn_implementation)
+        model.config._attn_implementation = register_grouped(model.config._attn_implementation)
 
 
 @cache
@@ -218,7 +218,7 @@ class Stream:
         # Streams differ in length: with static shapes each would be compiled anew, and after a few torch gives up and
         # computes all N * N attention scores without the kernel.
         is_cuda = self.device.type == "cuda"
-        attention: Any = compiled(flex_attention, dynamic=True, or_plain=False) if is_cuda else flex_attention
+        attention: Any = compile_function(flex_attention, dynamic=True, or_plain=False) if is_cuda else flex_attention
         gqa = query.shape[1] != key.shape[1]
         by_head: Tensor = attention(query, key, value, block_mask=self.block_mask, scale=scale, enable_gqa=gqa)
         return by_head[:, :, :size].transpose(1, 2)  # [1, Hq, N + padding, D] -> [1, N, Hq, D]

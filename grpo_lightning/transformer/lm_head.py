@@ -79,8 +79,8 @@ def token_logprobs(
     logprobs = scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - normalizer  # [..., V] -> [..., 1] -> [...]
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
         # A token that the model rules out has p z = 0 * -inf, which counts as 0.
-        expected = ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).nan_to_num(0.0).sum(-1)
-        entropy = normalizer - expected
+        expected_logit = ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).nan_to_num(0.0).sum(-1)
+        entropy = normalizer - expected_logit
     return logprobs, entropy
 
 
@@ -92,7 +92,7 @@ class LMHead:
     """[V, H]"""
 
     @classmethod
-    def of(cls, model: Any) -> "LMHead | None":
+    def from_model(cls, model: Any) -> "LMHead | None":
         """The head of a transformers causal language model; None where the last layer is more than a matrix."""
         layer, config = model.get_output_embeddings(), model.config.get_text_config()
         scales = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping"))
@@ -175,7 +175,7 @@ class _Logprobs(torch.autograd.Function):
             log_total = logsumexp(logits)  # [n, 1]
             logprobs[part] = (logits.gather(-1, chosen) - log_total).squeeze(-1)  # [n, V] -> [n, 1] -> [n]
             if entropy:
-                entropies[part] = log_total.squeeze(-1) - expected(logits, log_total)
+                entropies[part] = log_total.squeeze(-1) - expected_logit(logits, log_total)
             if loss_gradient is not None and dlogprobs is not None and gradients is not None:
                 dlogprobs[part] = loss_gradient(logprobs[part], part)
                 gradients.add(part, logits, log_total, chosen, dlogprobs[part], None)
@@ -227,8 +227,8 @@ class _Gradients:
         # multiplied with its H numbers in the end, not with V, which are many more.
         factor = 1.0 / self._temperature
         factors = dlogprobs * -factor
-        if entropy is None and worth_compiling(logits):
-            dlogits = compiled(_softmax_gradient)(logits, log_total, chosen, weight.dtype)
+        if entropy is None and should_compile(logits):
+            dlogits = compile_function(_softmax_gradient)(logits, log_total, chosen, weight.dtype)
         elif entropy is None:
             dlogits = logits.sub_(log_total).exp_()
             dlogits.scatter_add_(-1, chosen, torch.full_like(log_total, -1.0))
@@ -255,14 +255,14 @@ def _softmax_gradient(logits: Tensor, log_total: Tensor, chosen: Tensor, dtype: 
 
 def logsumexp(logits: Tensor) -> Tensor:
     """The log-sum-exp [n, 1] of logits [n, V]."""
-    return (compiled(_logsumexp) if worth_compiling(logits) else _logsumexp)(logits)
+    return (compile_function(_logsumexp) if should_compile(logits) else _logsumexp)(logits)
 
 
 def _logsumexp(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1, keepdim=True)
 
 
-def expected(logits: Tensor, log_total: Tensor) -> Tensor:
+def expected_logit(logits: Tensor, log_total: Tensor) -> Tensor:
     """The mean [n] of the logits [n, V] under their own softmax."""
     logp = (logits - log_total).clamp_(min=MIN_LOGPROB)
     return dot(logp.exp(), logp) + log_total.squeeze(-1)
@@ -316,27 +316,29 @@ def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
         total += one @ other
 
 
-def worth_compiling(tensor: Tensor) -> bool:
-    """Whether a function of a tensor is to be compiled."""
+def should_compile(tensor: Tensor) -> bool:
+    """Whether a tensor is so large that compiling pays: on a GPU, with `COMPILE_MIN_SIZE` numbers."""
     return tensor.device.type == "cuda" and tensor.numel() >= COMPILE_MIN_SIZE
 
 
-def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, or_plain: bool = True) -> Callable[..., Any]:
-    """A function as torch compiles it, once, with the roundings that it has otherwise.
+def compile_function(
+    function: Callable[..., Any], *, dynamic: bool | None = None, or_plain: bool = True
+) -> Callable[..., Any]:
+    """Compile a function with torch, once; its results are rounded as without compiling.
 
     Args:
         function: It looks at no value of a tensor.
         dynamic: Whether sizes may vary from the start; None: those that turn out to.
         or_plain: Whether to call it uncompiled, with a warning, where torch cannot compile (no C compiler).
     """
-    made = _compiled(function, dynamic)
+    made = _compile(function, dynamic)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if function in _NOT_COMPILED:
             return function(*args, **kwargs)
         from torch._dynamo.exc import TorchDynamoException  # which nobody else needs
 
-        with compiling():
+        with compile_options():
             try:
                 return made(*args, **kwargs)
             except (TorchDynamoException, RuntimeError) as error:
@@ -355,8 +357,8 @@ _local = threading.local()
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """Inside, torch compiles as these functions want it; around many calls it saves each of them a tenth of a ms."""
+def compile_options() -> Iterator[None]:
+    """Context of these functions' options for torch.compile; entered once around many calls, it saves time."""
     if getattr(_local, "is_compiling", False):
         yield
         return
@@ -376,7 +378,7 @@ def compiling() -> Iterator[None]:
 
 
 @cache
-def _compiled(function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
     return torch.compile(function, dynamic=dynamic, options={"emulate_precision_casts": True})
 
 

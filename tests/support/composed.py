@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import recording
-from grpo_lightning.composition import compose_config, composing, resolve_config
+from grpo_lightning.composition import compose_config, initialize_hydra, resolve_config
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -63,7 +63,7 @@ def _is_value(override: Any) -> bool:
 
 @lru_cache(256)
 def _from_files(words: tuple[str, ...]) -> DictConfig:
-    with composing(words):
+    with initialize_hydra(words):
         return compose_config(words)[0]
 
 

@@ -27,13 +27,13 @@ def sampling(temperature=0.7, max_new_tokens=24, stop=()):
     return Sampling(temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=max_new_tokens, stop=stop)
 
 
-def ready(sampler, policy, version=0):
-    return sampler.ready(policy, version=version, clock=Clock(), ranks=SINGLE_PROCESS)
+def sync_weights(sampler, policy, version=0):
+    return sampler.sync_weights(policy, version=version, clock=Clock(), ranks=SINGLE_PROCESS)
 
 
 def sample(sampler, policy, prompts=PROMPTS, *, group_size=4, seed=3, first_prompt=0, version=0, **options):
     """What the engine draws with the policy's weights as they are."""
-    with ready(sampler, policy, version):
+    with sync_weights(sampler, policy, version):
         return sampler.generate(
             policy, prompts, group_size=group_size, sampling=sampling(**options), seed=seed, first_prompt=first_prompt
         )
@@ -57,7 +57,7 @@ def disturb(policy, scale=0.05, seed=1):
 
 def check_turns(sampler, policy):
     """Completions of several turns: replies are read and not trained, and every token has its own log-probability."""
-    with ready(sampler, policy):
+    with sync_weights(sampler, policy):
         found = sampler.generate(
             policy,
             PROMPTS,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.vllm.support import PROMPTS, SHARED, check_turns, disturb, engine, gap, ready, sample, sampling, tiny
+from tests.vllm.support import PROMPTS, SHARED, check_turns, disturb, engine, gap, sample, sampling, sync_weights, tiny
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_log_probabilities_are_of_the_distribution_that_is_trained(vllm, policy,
 )
 def test_log_probabilities_are_of_the_sets_that_are_found_again(vllm, policy, filters):
     asked = replace(sampling(temperature=1.6), **filters)
-    with ready(vllm, policy):
+    with sync_weights(vllm, policy):
         rows = vllm.generate(policy, PROMPTS, group_size=12, sampling=asked, seed=3)
     found = policy.support(rows, asked)
     near = torch.zeros_like(rows.mask)  # a bound, so that rounding decides
@@ -79,7 +79,7 @@ def test_a_rollout_can_be_left(vllm, policy):
         if len(polls) == 5:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), ready(vllm, policy):
+    with pytest.raises(KeyboardInterrupt), sync_weights(vllm, policy):
         vllm.generate(policy, PROMPTS, group_size=4, sampling=sampling(), seed=3, poll=poll)
     assert sample(vllm, policy).texts == found.texts  # nothing of it is left in the engine
 

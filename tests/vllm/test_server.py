@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from grpo_lightning.sampler.vllm.server import VLLMServer
-from tests.vllm.support import PROMPTS, SHARED, check_turns, disturb, gap, ready, sample, sampling, tiny
+from tests.vllm.support import PROMPTS, SHARED, check_turns, disturb, gap, sample, sampling, sync_weights, tiny
 
 
 def test_a_real_server_draws_with_the_weights_that_are_trained(url, tmp_path):
@@ -23,7 +23,7 @@ def test_a_real_server_draws_with_the_weights_that_are_trained(url, tmp_path):
 def test_a_real_server_draws_from_the_sets_that_are_found_again(url, tmp_path):
     policy, sampler = tiny(), VLLMServer(url=url, directory=str(tmp_path), timeout=60)
     asked = replace(sampling(temperature=1.3), top_p=0.8, top_k=10, min_p=0.02)
-    with ready(sampler, policy):
+    with sync_weights(sampler, policy):
         found = sampler.generate(policy, PROMPTS, group_size=4, sampling=asked, seed=3)
     kept = policy.support(found, asked)
     assert not kept.outside.any()

@@ -86,8 +86,8 @@ class VLLM(EngineSampler):
         return self  # an engine is a place, not a value
 
     @contextmanager
-    def ready(self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
-        """As in `Sampler.ready`.
+    def sync_weights(self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
+        """As in `Sampler.sync_weights`.
 
         Raises:
             ValueError: vLLM cannot run the policy's model.

@@ -67,8 +67,8 @@ class VLLMServer(EngineSampler):
         self._server = Connection(url, timeout=timeout)
 
     @contextmanager
-    def ready(self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
-        """As in `Sampler.ready`.
+    def sync_weights(self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
+        """As in `Sampler.sync_weights`.
 
         Raises:
             ValueError: The server serves no model, or several.
@@ -131,7 +131,7 @@ class VLLMServer(EngineSampler):
             save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
 
     def _reload(self, place: Path) -> None:
-        """Let the server read the weights, and forget what it computed with older ones."""
+        """Make the server load the new weights and empty its prefix cache."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(place)}}
         self._server.ask("/collective_rpc", call)
         if self._server.ask("/reset_prefix_cache", {}).get("success") is not True:
