@@ -222,8 +222,8 @@ def explain_errors(words: Sequence[str], name: str = "train") -> Iterator[None]:
         raise ConfigError(compose_problems(error, CONF, words, again)) from error
 
 
-def part(name: str, **_: Any) -> Any:
-    """The object of that name; what settings hold in its place, beside settings that others refer to."""
+def live_object(name: str, **_: Any) -> Any:
+    """Return the object that a program passed to `compose` under this dotted name, such as "policy.model"."""
     if name not in (objects := _objects.get({})):
         raise ValueError(f"{name} is an object of the program that began this run: compose({name.partition('.')[0]}=…)")
     return objects[name]

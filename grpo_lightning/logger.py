@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @contextmanager
 def warn_on_failure(logger: Logger) -> Iterator[None]:
-    """Inside, a logger is used; its first error is a warning, further ones are ignored."""
+    """Context of using a logger: its first error becomes a warning, further ones are ignored."""
     try:
         yield
     except Exception as error:

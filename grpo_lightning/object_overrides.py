@@ -35,7 +35,7 @@ class ObjectOverrides:
     replaced: list[str] = field(default_factory=list)
     """Parts that an object replaces altogether."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """Name -> object, for `grpo_lightning.composition.part`."""
+    """Name -> object, for `grpo_lightning.composition.live_object`."""
 
     def replace(self, name: str, value: Any) -> None:
         """Let an object stand for a whole part."""

@@ -93,7 +93,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
 
     scored = Scored.concatenate([one.scored for one in collected])
     size, num_groups = scored.group_size, len(scored.prompts)
-    mixed = share_that_differs(scored.right.double().view(num_groups, size))
+    mixed = signal_fraction(scored.right.double().view(num_groups, size))
     if rollout.group_filter is not None:  # samples again until it has enough
         tries = min(float(rollout.max_tries), math.ceil(1 / mixed) if mixed else math.inf)
         phases |= {phase: phases[phase] * tries for phase in ("rollout", "reward")}
@@ -112,7 +112,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         "group_size": size,
         "outcome": rollout.scorer.outcome_name,
         "right": float(scored.right.float().mean()),
-        "signal": share_that_differs(scored.rewards["total"].view(num_groups, size)),
+        "signal": signal_fraction(scored.rewards["total"].view(num_groups, size)),
         "mixed": mixed,
         "rewards": {name: _reward_summary(name, values, collected) for name, values in scored.rewards.items()},
         "completions": completions | ({} if environment is None else {"max_turns": environment.max_turns}),
@@ -215,7 +215,7 @@ def page(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "memory        " + ", ".join(f"{value:.2f} GiB {kind}" for kind, value in facts["memory_gib"].items())
 
 
-def share_that_differs(rewards: Tensor) -> float:
+def signal_fraction(rewards: Tensor) -> float:
     """The share of groups [P, G] whose rewards differ by more than rounding; NaN (no reward) differs from nothing."""
     gaps = rewards.nan_to_num(-math.inf).amax(-1) - rewards.nan_to_num(math.inf).amin(-1)
     return float((gaps > 1e-6).double().mean())

@@ -270,7 +270,7 @@ def _is_json(values: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded(Collector):
+class RecordedCollector(Collector):
     """Reads each step's completions from a file and computes their advantages with the present settings.
 
     If the policy equals, bit for bit, the one that sampled them, the update is the recorded run's; otherwise ratios are

@@ -71,7 +71,7 @@ def of_model(policy: Policy, model: nn.Module) -> Policy:
     from grpo_lightning.policy.generic import GenericPolicy
 
     if not isinstance(policy, HFPolicy | GenericPolicy):
-        raise ValueError(f"reference={type(model).__name__}: with a {type(policy).__name__} use a Policy")
+        raise ValueError(f"reference={type(model).__name__}: expected a Policy like the {type(policy).__name__}")
     return type(policy)(model, policy.tokenizer).requires_grad_(False).eval()
 
 

@@ -24,7 +24,7 @@ import grpo_lightning as grpo
 from grpo_lightning.checkpoint import io as checkpoint_io
 from grpo_lightning.checkpoint import resume
 from grpo_lightning.checkpoint.io import CannotSave, read
-from grpo_lightning.checkpoint.lock import LOCK_FILE, Locked, is_locked, lock, lock_run
+from grpo_lightning.checkpoint.lock import LOCK_FILE, DirectoryLocked, is_locked, lock, lock_run
 from grpo_lightning.checkpoint.resume import (
     base_fingerprint,
     check_adapter,
@@ -269,7 +269,7 @@ def test_what_the_user_gives_wins(tmp_path):
 
 
 def test_what_cannot_be_taken_over_is_asked_for(tmp_path):
-    part = {"_target_": "x.Y", "model": {"_target_": "grpo_lightning.composition.part"}}
+    part = {"_target_": "x.Y", "model": {"_target_": "grpo_lightning.composition.live_object"}}
     with pytest.raises(ValueError, match="object of a Python prog"):
         settings_of({"policy": part}, [], {}.get, tmp_path)
     for key, value, message in (
@@ -311,7 +311,7 @@ def test_a_second_run_is_refused_and_a_lock_ends_with_its_process(run):
     (run / "checkpoints" / f".last.ckpt.{other.pid}").write_text("in writing")
     before = contents(run)
     expected = rf"hydra.run.dir=.*: process {other.pid} on {socket.gethostname()} uses it since 20"
-    with pytest.raises(Locked, match=expected):
+    with pytest.raises(DirectoryLocked, match=expected):
         small_run(run, "steps=9", "checkpoint=last")
     assert contents(run) == before
     assert is_locked(run)
@@ -328,7 +328,7 @@ def test_a_process_keeps_out_of_its_own_directory_and_workers_do_not_have_the_lo
     (tmp_path / "link").symlink_to(tmp_path)
     with lock(tmp_path):
         for path in (tmp_path, tmp_path / "link"):
-            with pytest.raises(Locked, match=f"process {os.getpid()} uses it already"), lock(path):
+            with pytest.raises(DirectoryLocked, match=f"process {os.getpid()} uses it already"), lock(path):
                 pass
         worker = subprocess.Popen(["sleep", "60"], close_fds=False)
         forked = os.fork()
@@ -349,12 +349,15 @@ def test_directories_elsewhere_are_one_runs(tmp_path, monkeypatch):
     with lock_run(config, tmp_path / "one"):
         for key in ("sampler", "callbacks"):
             again = lock_run({key: config[key]}, tmp_path / "two")
-            with pytest.raises(Locked, match=rf"^{key}\.(checkpoint\.)?directory=.*: "), again:
+            with pytest.raises(DirectoryLocked, match=rf"^{key}\.(checkpoint\.)?directory=.*: "), again:
                 pass
     with lock_run(config, tmp_path / "two"):
         pass
     (tmp_path / "file").write_text("")
-    with pytest.raises(Locked, match="file.run: the directory cannot be written to"), lock(tmp_path / "file" / "run"):
+    with (
+        pytest.raises(DirectoryLocked, match="file.run: the directory cannot be written to"),
+        lock(tmp_path / "file" / "run"),
+    ):
         pass
 
     def refuse(*_):

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import reasoning_gym
 
-from grpo_lightning.data.demonstrations import FileDemonstrations, Numbers, ReasoningDemonstrations, demonstrate
+from grpo_lightning.data.demonstrations import FileDemonstrations, GuessingGames, ReasoningDemonstrations, demonstrate
 from grpo_lightning.environment.builtin import guess
 from grpo_lightning.reward.accuracy import demonstrated
 from grpo_lightning.run import Run
@@ -127,7 +127,7 @@ def test_the_same_item_whatever_was_read_before_and_another_with_another_seed():
 def test_demonstrated_games_are_replied_to_as_demonstrated():
     won = 0.363  # 0.3 * 0.856 (careful, measured with 12,400 games) + 0.7 * 0.151
     right = 0
-    for _, columns in Numbers(4030, seed=5, highest=31, guesses=5, careful_rate=0.3):
+    for _, columns in GuessingGames(4030, seed=5, highest=31, guesses=5, careful_rate=0.3):
         assert columns["answer"] == str(columns["number"])
         roles, texts = zip(*((message["role"], message["content"]) for message in columns["completion"]))
         assert roles == tuple(("assistant", "user")[i % 2] for i in range(len(roles)))

@@ -17,7 +17,7 @@ from grpo_lightning.environment.base import StepResult
 from grpo_lightning.environment.python import Python
 from grpo_lightning.environment.tools import Tools
 from grpo_lightning.sandbox import client
-from grpo_lightning.sandbox.client import Unavailable
+from grpo_lightning.sandbox.client import SandboxUnavailable
 from tests.support import toolbox
 from tests.support.composed import settings
 from tests.test_chat import made, special_ids
@@ -326,7 +326,7 @@ def test_without_a_sandbox_nothing_runs(monkeypatch):
     change = "from grpo_lightning.sandbox import isolation; isolation._CREATE_RULESET = 5000; "
     monkeypatch.setattr(client, "_START", client._START.replace("main(int", f"{change}main(int"))
     config = resolve_config(settings("environment=python"))
-    with pytest.raises(Unavailable, match="Landlock"):
+    with pytest.raises(SandboxUnavailable, match="Landlock"):
         Python(**LIMITS)(turns=[fenced("'never run here'")])
     with pytest.raises(ConfigError, match="environment.function: the sandbox cannot start"):
         check_runtime(config)

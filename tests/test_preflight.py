@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo_lightning.preflight as package
-from grpo_lightning.preflight import advice, page, share_that_differs
+from grpo_lightning.preflight import advice, page, signal_fraction
 from grpo_lightning.run import Run
 from tests.support.composed import build, composed
 from tests.support.running import SMALL
@@ -25,7 +25,7 @@ def made(directory, *overrides) -> Any:
 def test_groups_with_signal_by_hand():
     # equal; different; equal but for rounding; one that is unknown differs from nothing; none is known
     rewards = [[1.0, 1.0], [0.0, 1.0], [0.1 + 0.2, 0.3], [-1.0, NAN], [NAN, NAN]]
-    assert share_that_differs(torch.tensor(rewards, dtype=torch.float64)) == pytest.approx(1 / 5)
+    assert signal_fraction(torch.tensor(rewards, dtype=torch.float64)) == pytest.approx(1 / 5)
 
 
 @pytest.mark.slow

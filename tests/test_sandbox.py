@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lightning.sandbox import client
-from grpo_lightning.sandbox.client import Limits, Outcome, Unavailable, check, run
+from grpo_lightning.sandbox.client import Limits, Outcome, SandboxUnavailable, check, run
 from tests.support.composed import ROOT
 from tests.support.hostile_programs import SILENT, escapes, greedy
 
@@ -288,9 +288,9 @@ def test_a_forked_process_has_a_server_of_its_own():
 def test_what_a_program_in_it_could_is_named(monkeypatch):
     client.close()
     monkeypatch.setattr(client, "_ATTEMPTS", "import OUTSIDE".replace("OUTSIDE", "os\nprint('fork', sep=', ')#"))
-    with pytest.raises(Unavailable, match="does not hold on this machine; a program in it did: fork"):
+    with pytest.raises(SandboxUnavailable, match="does not hold on this machine; a program in it did: fork"):
         check()
-    with pytest.raises(Unavailable, match="does not hold on this machine"):
+    with pytest.raises(SandboxUnavailable, match="does not hold on this machine"):
         run("import os; os.write(1, b'ran')", "", LIMITS)
     monkeypatch.undo()
     assert run("print(7)", "", LIMITS).stdout == "7\n"
@@ -318,6 +318,6 @@ def test_nothing_runs_without_all_of_it(monkeypatch):
     ):
         client.close()
         monkeypatch.setattr(client, "_START", BROKEN.format(change))
-        with pytest.raises(Unavailable, match=message):
+        with pytest.raises(SandboxUnavailable, match=message):
             run("import os; os.write(1, b'ran')", "", LIMITS)
         client.close()

@@ -116,7 +116,7 @@ def room_problem(directory: Path, *, checkpoint: int) -> str | None:
 
 @contextmanager
 def explain_write_errors(path: Path, needed: int, *, kept: str) -> Iterator[None]:
-    """Inside, ``path`` is written, which takes about ``needed`` bytes; a full disk is told in one sentence.
+    """Context of writing ``path``, about ``needed`` bytes, that reports a full disk in one sentence.
 
     Args:
         path: The file or directory.

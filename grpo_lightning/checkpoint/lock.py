@@ -24,7 +24,7 @@ _locked: set[Path] = set()
 """The directories that this process has locked: record locks do not exclude a process from itself."""
 
 
-class Locked(ValueError):
+class DirectoryLocked(ValueError):
     """Another run uses the directory."""
 
 
@@ -44,7 +44,7 @@ def lock_run(config: Mapping[str, Any], directory: Path) -> Iterator[None]:
 
 @contextmanager
 def lock(directory: Path, *, key: str = "hydra.run.dir") -> Iterator[None]:
-    """Inside, no other run uses ``directory``, which is made if it does not exist.
+    """Context that locks ``directory`` against other runs, and creates it if it does not exist.
 
     The lock is a record lock of the kernel: it ends with the process, also after ``kill -9``, is not inherited by
     processes that this one starts, and works on NFS. On a file system without locks nothing is locked.
@@ -54,16 +54,16 @@ def lock(directory: Path, *, key: str = "hydra.run.dir") -> Iterator[None]:
     """
     place, path = directory.resolve(), directory / LOCK_FILE
     if place in _locked:
-        raise Locked(_refusal(directory, key))
+        raise DirectoryLocked(_refusal(directory, key))
     deadline = time.monotonic() + PATIENCE
     try:
         directory.mkdir(parents=True, exist_ok=True)
         while (file := _open_locked(path)) is None:
             if time.monotonic() >= deadline:
-                raise Locked(_refusal(directory, key))
+                raise DirectoryLocked(_refusal(directory, key))
             time.sleep(0.1)
     except OSError as error:
-        raise Locked(f"{key}={directory}: the directory cannot be written to ({error.strerror})") from error
+        raise DirectoryLocked(f"{key}={directory}: the directory cannot be written to ({error.strerror})") from error
     _locked.add(place)
     try:
         with suppress(OSError):  # on a full disk the lock works without the holder's name

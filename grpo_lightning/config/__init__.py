@@ -111,7 +111,7 @@ def _sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:
         client = import_module("grpo_lightning.sandbox.client")  # by name: that package imports this one
         try:
             client.check()
-        except client.Unavailable as error:
+        except client.SandboxUnavailable as error:
             yield f"{key}: {error}"
         finally:
             client.close()  # workers have their own

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_lightning.config.settings import command_name, format_override, leaves, value_at
 from grpo_lightning.console import single_line
 
-LIVE = "grpo_lightning.composition.part"
+LIVE = "grpo_lightning.composition.live_object"
 """The ``_target_`` that stands for an object that a program has given to compose, by its name."""
 REPLY_ROLES = ("user", "tool")
 """Chat roles of an environment."""
@@ -258,10 +258,10 @@ def scheduled_values(key: str, value: Any) -> list[tuple[str, Any]]:
 
 
 Reader = Callable[[str], Any]
-"""Dotted key -> value; raises `Unsound` where there is none that can be relied on."""
+"""Dotted key -> value; raises `InvalidSetting` where there is none that can be relied on."""
 
 
-class Unsound(Exception):
+class InvalidSetting(Exception):
     """A setting that a rule compares is absent, or breaks a rule of its own."""
 
 
@@ -269,15 +269,15 @@ def consistency_problems(config: Mapping[str, Any], broken: Collection[str]) -> 
     """Settings that contradict one another; rules that compare a key of ``broken``, reported already, say nothing."""
 
     def get(key: str) -> Any:
-        value = value_at(config, key, Unsound)
-        if value is Unsound or key in broken:
-            raise Unsound(key)
+        value = value_at(config, key, InvalidSetting)
+        if value is InvalidSetting or key in broken:
+            raise InvalidSetting(key)
         return value
 
     for check in _CROSS_CHECKS:
         try:
             yield from check(get)
-        except Unsound:
+        except InvalidSetting:
             continue
 
 
@@ -311,7 +311,7 @@ def _validation(get: Reader) -> Iterator[str]:
 
 
 def _recorded(get: Reader) -> Iterator[str]:
-    if str(get("rollout._target_")).endswith(".Recorded"):
+    if str(get("rollout._target_")).endswith(".RecordedCollector"):
         source, own = Path(get("rollout.path")).resolve(), Path(get("run_dir")).resolve()
         if own in (source, source.parent):
             yield f"rollout.path={get('rollout.path')}: this run would write its own rollouts there; name another run"
@@ -405,7 +405,7 @@ def _environment(get: Reader) -> Iterator[str]:
             continue
         if environment is None:
             yield f"reward.{name} needs an environment, whose score it is: environment=custom, or another one"
-        elif get("rollout._target_") == "grpo_lightning.recording.Recorded" and get("rollout.rescore"):
+        elif get("rollout._target_") == "grpo_lightning.recording.RecordedCollector" and get("rollout.rescore"):
             yield f"rollout.rescore=true does not work with reward.{name}: the environment is not run again"
     if environment is not None and get("advantage._target_") == "grpo_lightning.advantage.process":
         yield (

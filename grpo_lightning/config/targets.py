@@ -23,7 +23,7 @@ from grpo_lightning.console import single_line
 _PARTS = (
     *("advantage", "callbacks", "data", "environment", "logger", "loss", "module", "policy", "reference", "reward"),
     *("rollout", "sampler", "schedule", "validation", "distributed.strategies", "checkpoint.io.AtomicCheckpointIO"),
-    *("composition.part", "recording.Recorded", "sweep.SweepRecorder"),
+    *("composition.live_object", "recording.RecordedCollector", "sweep.SweepRecorder"),
 )
 _OF_LIGHTNING = ("callbacks", "loggers", "strategies", "plugins", "profilers", "accelerators", "trainer", "Trainer")
 ALLOWED_TARGETS = (

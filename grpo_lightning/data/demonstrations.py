@@ -172,7 +172,7 @@ class ReasoningDemonstrations(GeneratedRows):
         return entry["question"], {"completion": completion, **columns}
 
 
-class Products(GeneratedRows):
+class ProductProblems(GeneratedRows):
     """Problems for environment=calculator such as ``Calculate 473*86.``, whose answers have five digits.
 
     The column ``completion`` demonstrates the calculator's use, ``calc(473*86)=``, in a share ``call_rate`` of the
@@ -193,7 +193,7 @@ class Products(GeneratedRows):
         return f"Calculate {first}*{second}.", {"answer": result, "completion": _messages(turns)}
 
 
-class Numbers(GeneratedRows):
+class GuessingGames(GeneratedRows):
     """Games for environment=guess, in which a number from 1 to ``highest`` is guessed, which the prompt does not tell.
 
     It is the column ``number``, and as a text the column ``answer``; ``highest`` games in a row have each number once.

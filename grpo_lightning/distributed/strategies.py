@@ -271,7 +271,7 @@ def shard(module: nn.Module, mesh: Any, *, methods: tuple[str, ...], half: bool 
 
 @contextmanager
 def gather_weights(module: nn.Module) -> Iterator[None]:
-    """Inside, every process holds all weights and may call the module as often as it likes.
+    """Context in which every process holds all weights and may call the module as often as it likes.
 
     All processes enter together. Without `shard` it does nothing.
     """
@@ -309,7 +309,7 @@ def load_full_state_dict(module: nn.Module, weights: Mapping[str, Tensor]) -> No
 
 @contextmanager
 def explain_read_errors(path: Any) -> Iterator[None]:
-    """Inside, torch reads a sharded checkpoint; a part that cannot be read is raised as one sentence.
+    """Context of reading a sharded checkpoint: a part that cannot be read is raised as one sentence.
 
     Raises:
         ValueError: A part is missing, cut off or of another shape.

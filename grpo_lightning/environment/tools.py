@@ -33,8 +33,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Over:
-    """What a tool returns to end the episode: ``return Over(1.0)``."""
+class EndEpisode:
+    """What a tool returns to end the episode: ``return EndEpisode(1.0)``."""
 
     score: float | None = None
     """The environment's score of the last turn; None: it has none, and the rewards judge that turn."""
@@ -47,8 +47,8 @@ class Tools:
     rewards judge it. A call that cannot be carried out gets a reply that says what is wrong, and is counted as a bad
     call. Only the calls of the last turn are carried out: a tool is a function of its arguments, and keeps nothing
     between two calls. What it needs of the row it names as a parameter that ``columns`` lists. It returns a text, or
-    anything that JSON can hold; `grpo_lightning.environment.BadCall` for a request that it refuses; `Over` to end the
-    episode.
+    anything that JSON can hold; `grpo_lightning.environment.BadCall` for a request that it refuses; `EndEpisode` to end
+    the episode.
 
     Args:
         tools: Functions with type hints and a docstring that describes their arguments, of different names.
@@ -93,7 +93,7 @@ class Tools:
         replies: list[str] = []
         for call in calls(turns[-1], limit=self._max_calls):
             result = call if isinstance(call, BadCall) else self._result(call, {"turns": turns, **row})
-            if isinstance(result, Over):
+            if isinstance(result, EndEpisode):
                 return result.score
             replies.append(result)
         if not replies:
@@ -101,14 +101,14 @@ class Tools:
         kind = BadCall if any(isinstance(reply, BadCall) for reply in replies) else str
         return kind("\n".join(replies))
 
-    def _result(self, call: Call, row: Mapping[str, Any]) -> str | Over:
+    def _result(self, call: Call, row: Mapping[str, Any]) -> str | EndEpisode:
         if (tool := self._by_name.get(call.name)) is None:
             return BadCall(f"error: there is no tool {call.name!r:.50}; there are {', '.join(self._by_name)}")
         if problem := tool.problem(call.arguments):
             return BadCall(f"error: {problem}")
         try:
             result = tool.function(**tool.coerce_arguments(call.arguments), **{name: row[name] for name in tool.hidden})
-            if isinstance(result, Over):
+            if isinstance(result, EndEpisode):
                 return result
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_to_json)
         except (Exception, SystemExit) as error:

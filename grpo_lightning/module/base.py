@@ -118,7 +118,7 @@ class Loop:
             self._signals.end_steps()
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Inside, arithmetic is that of a training step."""
+        """Context with the precision of a training step."""
         if self._trainer is not None:
             return self._trainer.precision_plugin.train_step_context()
         # Rounded weights must not be kept from one optimizer step to the next, within one training step.
@@ -264,7 +264,7 @@ class StepModule(LightningModule):
 
     @contextmanager
     def sampling(self, phase: str) -> Iterator[None]:
-        """Inside, the sampler may generate with the policy's weights as they are; ``phase`` is for messages."""
+        """Context in which the sampler generates with the current weights; ``phase`` is for messages."""
         step, ranks = self.completed_steps, self.loop.ranks
         weights = self.sampler.sync_weights(self.policy, version=step, clock=self.clock, ranks=ranks)
         try:

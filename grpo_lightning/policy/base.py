@@ -178,7 +178,7 @@ class Policy(nn.Module, ABC):
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
-        """Inside, the weights of an offloaded policy are on ``device``: copies, which are dropped afterwards."""
+        """Context in which an offloaded policy has copies of its weights on ``device``; they are dropped afterwards."""
         if self.idle_device is None:
             yield
             return
@@ -207,7 +207,7 @@ class Policy(nn.Module, ABC):
         return None
 
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Inside, the model is as it should be for sampling."""
+        """Context in which the model is in evaluation mode, for sampling."""
         return nullcontext()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -415,7 +415,7 @@ def matmul_rate(hidden: int, *, device: torch.device, dtype: torch.dtype) -> flo
 
 
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
-    """Inside, what is saved for a backward pass is moved to CPU RAM, and back when its turn comes.
+    """Context that moves what is saved for a backward pass to CPU RAM, and back when it is needed.
 
     The copies are queued like any other work of the device, in the order of its computations, so nobody waits for them
     and none is overtaken. A tensor is often saved several times, as the input of queries, keys and values is: it is

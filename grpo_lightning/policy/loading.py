@@ -174,7 +174,7 @@ def resolve_path(path: str, key: str = "policy.path") -> str:
 
 @contextmanager
 def readable_errors(key: str, path: str) -> Iterator[None]:
-    """Inside, errors of reading a model become a ``ValueError`` of one sentence that names the setting ``key``."""
+    """Context that turns errors of reading a model into a ``ValueError`` of one sentence that names ``key``."""
     directory = Path(path).expanduser()
     if not (directory / "config.json").exists() and (directory / "export" / "config.json").exists():
         raise ValueError(f"{key}={path!r} is the directory of a run; use its export: {key}={directory / 'export'}")

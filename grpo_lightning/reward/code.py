@@ -97,7 +97,7 @@ def _cases(given: Any) -> list[Case]:
     cases = [_case(one) for one in listed]
     if all(not case.call and not case.expected.strip() for case in cases):
         raise ValueError(
-            f"tests: no test expects any output, so every program without one would pass; got {given!r:.80}"
+            f"tests: no test expects any output, so a program that prints nothing would pass; got {given!r:.80}"
         )
     return cases
 

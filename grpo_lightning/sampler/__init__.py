@@ -63,7 +63,7 @@ class Sampler(ABC):
     def sync_weights(
         self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks
     ) -> AbstractContextManager[None]:
-        """Inside, `generate` uses the policy's weights as they are at the beginning; all processes enter together.
+        """Context in which `generate` uses the weights that the policy has on entry; all processes enter together.
 
         Args:
             policy: Whose weights are used.

@@ -28,7 +28,7 @@ _lock = threading.RLock()
 _server: "_Server | None" = None
 
 
-class Unavailable(RuntimeError):
+class SandboxUnavailable(RuntimeError):
     """This machine has no sandbox, or one that does not hold; nothing was run."""
 
 
@@ -90,14 +90,14 @@ def run(text: str, stdin: str, limits: Limits) -> Outcome:
             return _server.run(_to_utf8(text), _to_utf8(stdin), limits)
         except (ConnectionError, EOFError, TimeoutError) as error:
             close()  # the next program gets another
-            raise Unavailable(f"the sandbox's server died: {type(error).__name__}: {error}") from error
+            raise SandboxUnavailable(f"the sandbox's server died: {type(error).__name__}: {error}") from error
         except BaseException:  # such as Ctrl-C: the server is still busy
             close()
             raise
 
 
 def check() -> None:
-    """Try to get out of the sandbox of this machine; an `Unavailable` says why there is none, or what was possible."""
+    """Try to get out of this machine's sandbox; raises `SandboxUnavailable` if there is none or it does not hold."""
     run("", "", _ATTEMPT_LIMITS)
 
 
@@ -136,7 +136,7 @@ class _Server:
 
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
-            raise Unavailable(f"the sandbox cannot start: it needs Linux (this is {sys.platform})")
+            raise SandboxUnavailable(f"the sandbox cannot start: it needs Linux (this is {sys.platform})")
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         options = ["-S", "-s", "-P", "-B", "-X", "utf8"]
         arguments = [str(theirs.fileno()), _PACKAGE, tempfile.gettempdir()]
@@ -162,13 +162,13 @@ class _Server:
         """Have a program attempt what it must not be able to do, before any other is run."""
         missing = self._reply(time.monotonic() + _START_SECONDS)["missing"]
         if missing is not None:
-            raise Unavailable(f"the sandbox cannot start: it needs {missing}")
+            raise SandboxUnavailable(f"the sandbox cannot start: it needs {missing}")
         with tempfile.NamedTemporaryFile() as outside:
             text = _ATTEMPTS.replace("OUTSIDE", repr(outside.name))
             outcome = self.run(_to_utf8(text), b"", _ATTEMPT_LIMITS)
         if outcome.stdout != "end\n" or not outcome.is_well:
             found = ", ".join((outcome.stdout or outcome.stderr).split("\n"))[-300:] or f"status {outcome.code}"
-            raise Unavailable(f"the sandbox does not hold on this machine; a program in it did: {found}")
+            raise SandboxUnavailable(f"the sandbox does not hold on this machine; a program in it did: {found}")
 
     def run(self, text: bytes, stdin: bytes, limits: Limits) -> Outcome:
         """Run one program; a ConnectionError, EOFError or TimeoutError says that the server died."""
@@ -178,7 +178,7 @@ class _Server:
             reply = self._reply(time.monotonic() + limits.seconds + _SPARE_SECONDS)
             output = [os.pread(file.fileno(), limits.output_bytes, 0) for file in files[2:]]
         if reply["failed"] is not None:
-            raise Unavailable(f"the sandbox cannot start: {reply['failed']}")
+            raise SandboxUnavailable(f"the sandbox cannot start: {reply['failed']}")
         stdout, stderr = (part.decode(errors="replace") for part in output)
         return Outcome(stdout, stderr, reply["ended"], reply["code"])
 

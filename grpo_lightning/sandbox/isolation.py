@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable
 
 
-class Missing(Exception):
+class MissingFeature(Exception):
     """What the machine lacks, as the end of the sentence "… needs"."""
 
 
@@ -73,7 +73,7 @@ def file_rules(readable: Iterable[str], own: str, *, listable: Iterable[str], si
         version = _syscall(_CREATE_RULESET, None, 0, 1)
     except OSError as error:
         why = "the kernel's lsm= or a container's filter may leave it out"
-        raise Missing(f"Landlock of Linux 5.13 or later ({error.strerror}): {why}") from error
+        raise MissingFeature(f"Landlock of Linux 5.13 or later ({error.strerror}): {why}") from error
     rights = _FIRST_RIGHTS | sum(right for since, right in _LATER_RIGHTS.items() if version >= since)
     # From 4: binding and connecting TCP; from 6: abstract sockets and signals.
     attributes = struct.pack("QQQ", rights, 0b11, 0b11)[: 8 if version < 4 else 16 if version < 6 else 24]
@@ -163,14 +163,14 @@ def restrict_calls() -> None:
     try:
         _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(header))
     except OSError as error:
-        raise Missing(f"seccomp filters, CONFIG_SECCOMP_FILTER of the kernel ({error.strerror})") from error
+        raise MissingFeature(f"seccomp filters, CONFIG_SECCOMP_FILTER of the kernel ({error.strerror})") from error
 
 
 def architecture() -> str:
-    """This machine's; `Missing` if the numbers of its calls are not known."""
+    """This machine's; `MissingFeature` if the numbers of its calls are not known."""
     machine, bits = platform.machine(), 8 * ctypes.sizeof(ctypes.c_void_p)
     if machine not in ARCHITECTURES or bits != 64:
-        raise Missing(f"{' or '.join(ARCHITECTURES)} (this is {machine}, {bits} bit)")
+        raise MissingFeature(f"{' or '.join(ARCHITECTURES)} (this is {machine}, {bits} bit)")
     return machine
 
 

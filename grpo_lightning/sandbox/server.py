@@ -65,7 +65,7 @@ def main(descriptor: int, place: str) -> None:
     try:
         try:
             rules = _file_rules(directory)
-        except (isolation.Missing, OSError) as error:
+        except (isolation.MissingFeature, OSError) as error:
             channel.send(json.dumps({"missing": str(error)}).encode())
             return
         channel.send(json.dumps({"missing": None}).encode())
@@ -179,7 +179,7 @@ def _become_program(
     try:
         _give_up_rights(files, ready, limits, server, directory, rules)
     except BaseException as error:
-        kind = "it needs" if isinstance(error, isolation.Missing) else f"{type(error).__name__}:"
+        kind = "it needs" if isinstance(error, isolation.MissingFeature) else f"{type(error).__name__}:"
         os.write(ready, f"{kind} {error}".encode(errors="replace")[:500])
         os._exit(1)
     module, leave, streams = _reset_interpreter(text), os._exit, (sys.stdout, sys.stderr)

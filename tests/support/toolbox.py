@@ -7,7 +7,7 @@ from typing import Any, Literal, Optional
 import numpy as np
 
 from grpo_lightning.environment import BadCall
-from grpo_lightning.environment.tools import Over
+from grpo_lightning.environment.tools import EndEpisode
 
 
 def add(a: int, b: int = 1) -> int:
@@ -69,13 +69,13 @@ def look_up(key: str, table: dict, rng, hint="no hint") -> str:
     return f"{table.get(key, hint)} {rng.randrange(1000)}"
 
 
-def finish(answer: int, number: int) -> Over | str:
+def finish(answer: int, number: int) -> EndEpisode | str:
     """Ends the game.
 
     Args:
         answer: The number that is meant.
     """
-    return Over(1.0 if answer == number else 0.0) if answer else Over()
+    return EndEpisode(1.0 if answer == number else 0.0) if answer else EndEpisode()
 
 
 def _recurse(n=0):

@@ -179,7 +179,7 @@ class VLLM(EngineSampler):
 
 @contextmanager
 def outside_training(device: torch.device) -> Iterator[None]:
-    """Inside, no autocast rounds tensors, and no inference mode marks them; random generators are as before afterwards.
+    """Context without autocast and inference mode; afterwards, the random generators are as before.
 
     A validation runs in inference mode, and weights that are made in it could not be written to afterwards. vLLM seeds
     every random generator, and replaces ``torch.set_num_threads`` on CPUs.
@@ -203,7 +203,7 @@ def outside_training(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def launcher_environment(ranks: Ranks) -> Iterator[None]:
-    """Inside, the environment names this process as a launcher of several would."""
+    """Context with the environment variables that a launcher of several processes sets."""
     local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     variables = ENVIRONMENT | {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "LOCAL_RANK": local}
     if not dist.is_initialized():
