@@ -350,7 +350,7 @@ def _map_texts(node: Any, change: Callable[[str], str]) -> Any:
 
 
 def instantiate(node: Any, **options: Any) -> Any:
-    """What resolved settings describe: a text with ``${`` in it is read as it stands."""
+    """Build what resolved settings describe; a text with ``${`` in it is read as it stands."""
     escaped = _map_texts(node, lambda text: _literal(_literal(text)))  # Hydra resolves what it has resolved
     return hydra_instantiate(escaped, _convert_="all", **options)
 
@@ -375,7 +375,7 @@ def _select(cfg: DictConfig, key: str, *, throw_on_missing: bool = False) -> Any
 
 
 def _cause(error: InstantiationException, name: str) -> Exception:
-    """What went wrong inside of what settings build, in its own words, or with the key if it is a bug."""
+    """The error that was raised while settings were built; a bug becomes a ValueError with the key."""
     cause = error.__cause__
     if isinstance(cause, ValueError | OSError):
         return cause

@@ -47,7 +47,7 @@ _METRICS = {
 
 
 def per_token(function: Function) -> Function:
-    """Mark a surrogate or a correction that depends on each token alone: it saves work in the LM head."""
+    """Decorator of a surrogate or correction that looks at each token alone, which saves work in the LM head."""
     function.per_token = True  # type: ignore[attr-defined]
     return function
 

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: one line, or its newest metrics with a small curve."""
+"""Notebook display of a run: one line, or its newest metrics with a small curve."""
 
 from html import escape
 from typing import TYPE_CHECKING

@@ -28,7 +28,7 @@ _SPLITS = {"train", "validation", "test"}
 
 @dataclass(frozen=True)
 class ObjectOverrides:
-    """What objects amount to in settings; methods are named by the part that they take an object for."""
+    """Converts Python objects to overrides; each method is named after the part of the settings that it sets."""
 
     overrides: list[str] = field(default_factory=list)
     """To be applied before those of the user."""
@@ -216,7 +216,7 @@ def _by_name(value: Any) -> dict[str, Any]:
 
 
 def placeholder(name: str, value: Any, node: Any) -> Any:
-    """What stands for an object in settings: those that its part would have, with the object's own values of them.
+    """Settings that stand for an object: those of its part, with the object's own values.
 
     Args:
         name: Of the part.

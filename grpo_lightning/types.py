@@ -296,7 +296,7 @@ class Sampled(Rows):
 
 @dataclass(frozen=True)
 class Scored:
-    """Samples and what the rewards say of them. B = P * G rows, a prompt's rows adjacent; K rewards.
+    """Samples and their rewards. B = P * G rows, a prompt's rows adjacent; K rewards.
 
     Example:
         The two completions of the example in `Sampled` under the rewards right (weight 1) and short (weight 0.5):
@@ -452,7 +452,7 @@ def _now() -> float:
 
 
 def spans(mask: Tensor) -> list[list[tuple[int, int]]]:
-    """The turns of every row of a mask [B, T] of what the model has said: the first token of each, and its end.
+    """(first token, end) of every turn of every row, for a mask [B, T] of the model's own tokens.
 
     Example:
         Of [1, 1, 0, 0, 1, 0] the turns are (0, 2) and (4, 5).

@@ -71,7 +71,7 @@ class HealthHistory:
         return _mean(self.first[:rollouts], name)
 
     def all_of_last(self, is_true: Callable[[Mapping[str, float]], bool]) -> bool:
-        """Whether something is true of the last ``patience`` rollouts."""
+        """Whether a condition holds in each of the last ``patience`` rollouts."""
         rows = self.recent[-self.patience :]
         return len(rows) == self.patience and all(map(is_true, rows))
 
@@ -163,7 +163,7 @@ def _spikes(history: HealthHistory) -> float | None:
 
 @dataclass(frozen=True)
 class HealthRule:
-    """A fault of runs, how it shows in the metrics, and what to do."""
+    """A fault of a run: its condition on the metrics, and what to do."""
 
     name: str
     metric: str

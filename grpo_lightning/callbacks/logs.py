@@ -1,4 +1,4 @@
-"""What people look at: lines of progress, recorded rollouts, tables of completions, and TensorBoard's pictures."""
+"""Callbacks that log: progress lines, recorded rollouts, tables of completions, and TensorBoard's charts."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Nested settings: reading and walking them, writing them as words of a command, and what a mistyped word meant."""
+"""Nested settings: reading and walking them, writing them as overrides, and suggestions for mistyped keys."""
 
 import re
 import shlex

@@ -52,7 +52,7 @@ def find_targets(config: Any, prefix: str = "", keys: Collection[str] = ("_targe
 
 
 def target_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with every ``_target_`` by its name alone; nothing is imported."""
+    """Problems of every ``_target_`` that its name alone shows; nothing is imported."""
     if not isinstance(config.get("trusted", []), list):
         yield f"trusted={config['trusted']}: must be a list of packages, such as trusted=[trl]"
         return

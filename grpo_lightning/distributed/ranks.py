@@ -138,7 +138,7 @@ SINGLE_PROCESS = Ranks()
 
 
 def lost_contact(error: BaseException) -> PeerError | None:
-    """What to raise instead of ``error`` if it means that another process is gone; else None."""
+    """The `PeerError` to raise instead of ``error`` if that means that another process is gone; else None."""
     # NCCL and torch's store raise DistError; gloo and aborted NCCL communicators raise a plain RuntimeError.
     if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and _LOST.search(str(error))):
         return None

@@ -45,7 +45,7 @@ LRSchedule = Callable[..., float]
 
 
 class Loop:
-    """What carries the steps: Lightning's Trainer, or a program's own loop in this process.
+    """The loop around the steps: Lightning's Trainer, or a program's own loop in this process.
 
     Args:
         module: Trained by manual optimization.

@@ -92,7 +92,7 @@ class Policy(nn.Module, ABC):
         entropy: bool = False,
         loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of every completion token, and entropy of the distribution it comes from.
+        """Log-probability of every completion token, and entropy of its distribution.
 
         Args:
             rows: Prompts and completions; with ``support``, probabilities are those within the sets that the tokens

@@ -204,7 +204,7 @@ class ChatTokenizer:
         return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, **options, **self.template_kwargs)
 
     def _cause(self, messages: list[Message]) -> str:
-        """What in the settings makes the chat template refuse messages."""
+        """The setting that makes the chat template refuse messages, as part of a sentence."""
         if not self._opening or messages[: len(self._opening)] != self._opening:
             return ""
         try:
@@ -380,7 +380,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _is_equal(one: str, other: str) -> bool:
-    """Whether two texts are equal up to thoughts, which templates may drop, and space at their ends."""
+    """Whether two texts are equal without thoughts, which templates may drop, and white space at their ends."""
     return _THOUGHTS.sub("", one).rstrip() == _THOUGHTS.sub("", other).rstrip()
 
 

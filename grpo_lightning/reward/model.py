@@ -125,7 +125,7 @@ class RewardModel:
         return logits[:, self.label].float()
 
     def reset(self) -> None:
-        """Forget the weights: the next call loads those of ``path``."""
+        """Drop the weights: the next call loads those of ``path`` again."""
         self._weights.loaded = None
 
     @contextmanager

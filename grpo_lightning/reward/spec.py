@@ -44,7 +44,7 @@ class PermanentError(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """What a call in a worker process, or of a coroutine, gives instead of a value."""
+    """Result of a failed call, in a worker process or of a coroutine."""
 
     kind: str
     """What happened: timeout, exception or crash; of environments also reply, which the policy cannot read."""

@@ -1,4 +1,4 @@
-"""What every sampler has: samplers generate completions, policies score them.
+"""Sampler interface: samplers generate completions, policies score them.
 
 P prompts, G completions of each, B = P * G rows with a prompt's rows adjacent, T tokens of the longest completion.
 """

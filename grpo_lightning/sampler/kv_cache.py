@@ -1,4 +1,4 @@
-"""KV caches: a model in the middle of its completions, as `decode` drives it.
+"""KV caches of unfinished completions, which `decode` extends token by token.
 
 In `SharedPromptCache` the completions of a group share the keys and values of their prompt. Between two calls of
 anything but ``step`` every tensor that a step reads or writes keeps its shape and its place in memory, and no operation
@@ -28,7 +28,7 @@ from grpo_lightning.transformer.attention import Stream, forward
 
 
 class KVCache(ABC):
-    """A model in the middle of some completions. All but ``step`` may wait for results and move tensors.
+    """KV cache of a model and its unfinished completions. All but ``step`` may wait for results and move tensors.
 
     Args:
         prompts: [P] the token ids of each prompt.
@@ -222,7 +222,7 @@ _MAX_HEAD_SIZE = 256
 
 
 class SharedPromptCache(KVCache):
-    """A decoder whose attention can be replaced, in the middle of its completions.
+    """KV cache that holds each prompt once for its group; needs a decoder whose attention can be replaced.
 
     Every step attends to a completion's own tokens and to its prompt and joins the two by their log-sum-exp, see
     `transformer.attention`. Short prompts are copied before every completion's own tokens.

@@ -203,9 +203,9 @@ def _first_above(sums: Tensor, goal: Tensor) -> Tensor:
 
 
 class SupportBuffer:
-    """Takes the sets of the tokens that are sampled, and returns them once all are.
+    """Collects the `SamplingSupport` of tokens while they are sampled.
 
-    Between two `sync` they are in a buffer of a fixed place, in which all sets have the same room; `sync` moves them to
+    Between two `sync` the sets are in a buffer of a fixed place, in which all sets have the same room; `sync` moves them to
     where each takes the room that it needs.
 
     Args:

@@ -1,4 +1,4 @@
-"""Running Python programs that nobody trusts: those that a model wrote.
+"""Sandbox for untrusted Python programs, such as those that a model wrote.
 
 A program gets its text, its input and an empty directory, and returns what it printed. It reads nothing but Python's
 own library, reaches no network and no other process, and is ended when it takes too much. This needs Landlock and

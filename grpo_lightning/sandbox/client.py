@@ -1,4 +1,4 @@
-"""Runs Python programs that nobody trusts, such as those that a model wrote, in the sandbox."""
+"""Runs untrusted Python programs, such as those that a model wrote, in the sandbox."""
 
 import atexit
 import json
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def run(text: str, stdin: str, limits: Limits) -> Outcome:
-    """Run a Python program that nobody trusts, one at a time in a process; no program makes this raise.
+    """Run an untrusted Python program, one at a time in a process; no program makes this raise.
 
     Raises:
         Unavailable: The machine has no sandbox, or one that does not hold. Nothing was run.

@@ -1,4 +1,4 @@
-"""What takes a process its rights, for good: no capabilities, Landlock for files, a seccomp filter for system calls.
+"""Drop the rights of a process for good: no capabilities, Landlock for files, a seccomp filter for system calls.
 
 All of it works without root and without namespaces. A process that has done it cannot undo it.
 """

@@ -40,7 +40,7 @@ _MIN_FILL = 0.7
 
 
 class Attention(Protocol):
-    """Takes the place of every layer's attention."""
+    """Replacement for the attention of every layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """The attention output of a layer.

@@ -1,4 +1,4 @@
-"""What both vLLM modes share: completions that are generated elsewhere, with a copy of the policy's weights.
+"""Base of both vLLM samplers: an engine generates completions with a copy of the policy's weights.
 
 P prompts, G completions of each, B = P * G rows with a prompt's rows adjacent, T tokens of the longest completion.
 """
