@@ -104,7 +104,7 @@ class Signals:
                 signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
 
     def end_steps(self) -> None:
-        """From now on a signal raises at once again; one that came before raises now."""
+        """End the steps: from now on a signal raises at once, and one that came during a step raises now."""
         self.check()
         self._in_steps = False
 

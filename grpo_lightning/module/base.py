@@ -113,7 +113,7 @@ class Loop:
             self._signals.check()
 
     def end_steps(self) -> None:
-        """From now on the process, when asked to end, does so at once."""
+        """End the steps: from now on a signal ends the process at once."""
         if self._trainer is not None:
             self._signals.end_steps()
 

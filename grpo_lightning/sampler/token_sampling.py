@@ -205,7 +205,7 @@ def _first_above(sums: Tensor, goal: Tensor) -> Tensor:
 class SupportBuffer:
     """Collects the `SamplingSupport` of tokens while they are sampled.
 
-    Between two `sync` the sets are in a buffer of a fixed place, in which all sets have the same room; `sync` moves them to
+    Between two `sync` the sets are in a buffer of a fixed place, with the same room for each; `sync` moves them to
     where each takes the room that it needs.
 
     Args:
