@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import yaml
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from hydra import initialize_config_dir
 from lightning import Callback
 from torch import nn
@@ -180,6 +180,10 @@ def test_data_sets_and_files_are_the_same_rows(tmp_path):
         assert [run.data.train[i] for i in range(5)] == [runs[0].data.train[i] for i in range(5)]
         assert run.data.columns == ("answer",)
     assert len(runs[0].data.validation) == 1  # held out
+    for name in ("test", "validation"):
+        splits = DatasetDict({"train": Dataset.from_list(ROWS), name: Dataset.from_list(ROWS[1:3])})
+        data = grpo.compose(*SMALL, reward=letters, data=splits).data
+        assert [len(data.train), len(data.validation), data.validation[0][0]] == [6, 2, "Spell moon"]
     few = grpo.compose(*SMALL, reward=letters, data=["a", "b"])
     assert [len(few.data.train), len(few.data.validation)] == [2, 2]
     pairs = ({"prompt": (1, 2)}, {"prompt": torch.tensor([3, 4])})

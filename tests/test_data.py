@@ -117,6 +117,9 @@ def test_rows_of_files_are_text_or_messages_and_the_rest_are_columns(tmp_path):
         (CHAT, {"answer": "1", "info": {"k": 1}}),
         (CHAT, {"answer": "2", "info": {"k": 2}}),
     ]
+    columns = {"prompt": "prompt", "answer": "info.k"}
+    for source in (JsonLines, functools.partial(Hub, split="train")):
+        assert source(str(tmp_path / "a.parquet"), columns=columns)[1] == (CHAT, {"answer": 2})
 
 
 def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path):
@@ -137,6 +140,15 @@ def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path):
         path = write(tmp_path / "a.jsonl", good, "", bad, good)
         with pytest.raises(ValueError, match=r"a\.jsonl, " + words):
             JsonLines(path)
+
+
+def test_a_missing_prompt_names_the_likely_column(tmp_path):
+    for column in ("question", "problem", "instruction", "query", "messages", "text"):
+        path = write(tmp_path / f"{column}.jsonl", {"id": "1", column: "2 + 2?"})
+        for source in (JsonLines, functools.partial(Hub, split="train")):
+            with pytest.raises(ValueError, match=f": set data.prompt_column={column} "):
+                source(path)
+            assert source(path, prompt_column=column)[0] == ("2 + 2?", {"id": "1"})
 
 
 def test_held_out_rows_of_a_file_are_never_trained_on(tmp_path, caplog):

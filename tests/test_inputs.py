@@ -76,6 +76,10 @@ def test_a_run_shows_a_prompt_before_its_first_step_and_then_one_completion(tmp_
 def test_a_preflight_shows_three(tmp_path, capfd):
     small_run(tmp_path, "mode=preflight", "preflight.prompts=4", "data.prompts_per_step=4")
     lines = capfd.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines if line.startswith("loading ")] == [
+        "loading data",
+        "loading policy",
+    ]
     assert [line.partition(",")[0].partition(":")[0] for line in lines if line[:6] in ("prompt", "comple", "reward")][
         :9
     ] == 3 * ["prompt", "completion", "rewards"]

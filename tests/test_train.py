@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.kills import difference, main
@@ -106,7 +107,9 @@ def test_the_export_is_the_checkpoint_and_validates_alike(unbroken, tmp_path):
     own = {name.removeprefix("policy.model."): value for name, value in weights(unbroken).items()}
     again.load_state_dict(own, strict=False)
     assert torch.equal(model(ids).logits, again(ids).logits)
-    assert "val/pass@1" in (unbroken / "export" / "README.md").read_text()
+    card = (unbroken / "export" / "README.md").read_text()
+    assert "val/pass@1" in card
+    assert f"transformers {transformers.__version__};" in card
     words = [word for word in SMALL if not word.startswith("policy")]
     words += ["policy=hf", f"policy.path={unbroken}/export", "rollout.max_new_tokens=10", "mode=validate"]
     done = prepared.run(["train.py", *words, f"hydra.run.dir={tmp_path}"], cwd=ROOT, env=ENVIRONMENT)
