@@ -175,5 +175,7 @@ def test_the_total_adds_what_applies():
         "a": [1.0, None, ((1, 0.0), (2, 0.5))],
         "b": [9.0],
     }
-    with pytest.raises(RewardError, match="row 0: the weighted sum of .* is not finite"):
-        total({"a": RewardSpec(len, 1e308)}, {"a": [1e10]})
+    for weight, large in ((1e308, 1e10), (1.0, 1e30), (-1.0, 1e30)):  # whose squares are no float32
+        with pytest.raises(RewardError, match=r"reward 'a': .* on row 1, .*reward\.a\.clip"):
+            total({"a": RewardSpec(len, weight)}, {"a": [0.0, large]})
+    assert total({"a": RewardSpec(len, 0.0)}, {"a": [1e30]}) == [0.0]  # is only logged

@@ -1,6 +1,7 @@
 """What people feed to rewards for the right answer: floats, missing values, lists, dates, solutions, opened tags."""
 
 import math as python_math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -110,15 +111,34 @@ def test_answers_and_settings_of_no_use_are_refused_before_a_run():
         (
             numeric,
             {"answer": "1, 2"},
-            r"'mine' raised ValueError: answer: expected one number, got '1, 2'; .* on row 1",
+            r"'mine' cannot score 1 of 2 rows, .* expected one number, got '1, 2'; .*reward=\[math\]",
         ),
-        (exact, {"answer": True}, "answer: expected text or a number, got True on row 1"),
+        (exact, {"answer": True}, "answer: expected text or a number, got True .data.map_row"),
+        (exact, {"answer": ["4", "5"]}, r"got \['4', '5'\] .data.map_row.*reward=\[code\]"),
         (partial(repetition, n=0, max_penalty=-1.0), {"answer": ""}, "n=0, max_penalty=-1.0: expected n >= 1"),
     ):
         with pytest.raises(RewardError, match=message) as error:
             check_rows({"mine": RewardSpec(function, 1.0)}, rows({"answer": "1"}, row))
         check_rows({"mine": RewardSpec(function, 1.0)}, [])  # rows that are made on access are not read
         assert "timeout" not in str(error.value)  # which is no remedy
+
+
+def test_right_answers_that_no_completion_can_equal_are_counted_before_a_run(caplog):
+    words = rows({"answer": "Paris"}, {"answer": "no solution"})
+    with pytest.raises(RewardError, match=r"'a' cannot score 2 of 2 rows.*'Paris' .*reward=\[exact\]") as error:
+        check_rows({"a": RewardSpec(math, 1.0)}, words)
+    assert error.value.row == 0
+    readable = [{"answer": answer} for answer in ("2024-01-03", None, r"\text{even}", "4")]
+    check_rows({"a": RewardSpec(math, 1.0)}, rows(*readable))
+    assert caplog.text == ""
+    check_rows({"a": RewardSpec(math, 1.0)}, rows(*readable, {"answer": "Rome"}))  # None for some is as documented
+    assert re.search(r"1 of 4 rows.*'Rome'.*'prompt 4'", caplog.text)
+
+
+def test_a_list_of_one_and_an_answer_in_tags_are_that_answer():
+    for right in (["4"], [["4"]], [4.0], "<answer>4</answer>", "<think>1 + 3</think>\n<answer> 4 </answer>"):
+        for function in (exact, numeric, math):
+            assert function(["<answer>4</answer>", "5"], [right, right]) == [1.0, 0.0], (function, right)
 
 
 @pytest.mark.slow

@@ -128,6 +128,6 @@ def test_a_right_answer_that_cannot_be_parsed_or_is_broken(caplog, monkeypatch):
     assert math(["Paris", "Rome"], ["Paris", "Rome"]) == [None, None]
     assert len(caplog.records) == 1
     assert "the right answer 'Paris' cannot be parsed" in caplog.text
-    for right in ("", "  ", "text ####", True, ["1"], {}):
+    for right in ("", "  ", "text ####", True, ["1", "2"], {}):
         with pytest.raises(ValueError, match="answer: expected text or a number, got " + re.escape(repr(right))):
             math(["1"], [right])

@@ -18,8 +18,7 @@ from grpo_lightning.reward.spec import Failure, describe_error, score_rows
 
 log = logging.getLogger(__name__)
 
-FENCE = "```"
-"""Begins and ends a block of code."""
+FENCE = "```"  # begins and ends a block of code
 MAX_SECONDS = 5.0  # of a verifier in a worker; a right answer takes less than half a second
 _MAX_CHARACTERS = 10_000  # of an answer for a verifier; right ones of the default configurations have up to about 5,000
 _WINDOW = 200  # characters before the last digit that can belong to its number
@@ -136,13 +135,17 @@ def last_number(text: str) -> Fraction | None:
 
 
 def right_text(answer: Any) -> str:
-    """A right answer as text: stripped, and a whole number without ".0"; a ValueError if it is neither."""
-    is_text = isinstance(answer, str)
-    if isinstance(answer, bool) or not (is_text or isinstance(answer, numbers.Real)) or not str(answer).strip():
-        raise ValueError(f"answer: expected text or a number, got {answer!r:.80}")
-    if not is_text and math.isfinite(answer) and answer == int(answer):
-        return str(int(answer))
-    return str(answer).strip()
+    """A right answer as text: of a list of one that, see `answer_text`, and a whole number without ".0"."""
+    value = answer
+    while isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    is_text = isinstance(value, str)
+    if isinstance(value, bool) or not (is_text or isinstance(value, numbers.Real)) or not str(value).strip():
+        remedy = "data.map_row makes it one, reward=[code] runs tests"
+        raise ValueError(f"answer: expected text or a number, got {answer!r:.80} ({remedy})")
+    if not is_text and math.isfinite(value) and value == int(value):
+        return str(int(value))
+    return answer_text(str(value)) or str(value).strip()
 
 
 def exact(
@@ -221,12 +224,10 @@ def _only_number(answer: Any) -> Fraction:
     if text.count("=") == 1:
         text = text.partition("=")[2]
     value = last_number(text)
-    if value is None:
-        raise ValueError(f"answer: expected a number, got {answer!r:.80}")
-    if len(numbers_in(text)) > 1 or _FORMULA.search(text):
+    if value is None or len(numbers_in(text)) > 1 or _FORMULA.search(text):
         raise ValueError(
-            f"answer: expected one number, got {answer!r:.80}; reward=math compares formulas, lists and intervals, "
-            "reward=exact any text, and of a solution the number that follows #### counts"
+            f"answer: expected one number, got {answer!r:.80}; reward=[math] compares formulas, lists and intervals, "
+            "reward=[exact] any text, and of a solution the number that follows #### counts"
         )
     return value
 

@@ -23,10 +23,8 @@ _SEARCH_SECONDS = 1.0
 _SHOWN_CHARACTERS = 200  # of what a server says of an error
 _BAD_REQUEST = (400, 413, 422)
 _TEMPORARY = (408, 409, 425, 429)
-_FENCED = ("prompt", "completion")
-"""Fields of a template whose texts stand between fences."""
-_OWN_FIELDS = (*_FENCED, "rubric", "fence", "lowest", "highest")
-"""Fields of a template that are no column."""
+_FENCED = ("prompt", "completion")  # fields of a template whose texts stand between fences
+_OWN_FIELDS = (*_FENCED, "rubric", "fence", "lowest", "highest")  # those that are no column
 _MIN_FENCE = 8
 _MESSAGE_MARK = re.compile(
     r"<(?=[|\uff5c]|\w{1,40}[|\uff5c]>|/?s>|(?:start|end)_of_turn>|/?(?:bos|eos|pad)>|</?SYS>>)|\[(?=/?[A-Z_]{3,}\])",
@@ -85,9 +83,8 @@ class ChatJudge:
         self._api_key_env = api_key_env
         self._client: tuple[asyncio.AbstractEventLoop, httpx2.AsyncClient] | None = None
         named = ("completions", "prompts", *template_columns(template))
-        self.__signature__ = inspect.Signature(
-            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in named]
-        )
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in named]
+        self.__signature__ = inspect.Signature(parameters)
 
     async def __call__(
         self, *, completions: Sequence[Any], prompts: Sequence[Any], **columns: Sequence[Any]
@@ -203,10 +200,8 @@ def _check_url(url: Any, allow_http: bool) -> bool:
     """Check a base URL; returns whether it is of this machine."""
     parts = re.fullmatch(r"(https?)://(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?(/[^\s?#@]*)?", str(url))
     if parts is None:
-        shown = redact(repr(url))
-        raise ValueError(
-            f"base_url: expected an address such as https://api.openai.com/v1 and no more, got {shown:.80}"
-        )
+        shown = redact(repr(url))[:80]
+        raise ValueError(f"base_url: expected an address such as https://api.openai.com/v1 and no more, got {shown}")
     is_local = bool(re.fullmatch(r"localhost|\[::1\]|127(\.\d{1,3}){3}", parts[2]))
     if parts[1] == "http" and not allow_http and not is_local:
         raise ValueError(f"base_url: expected https, or a server of this machine, or allow_http=true, got {url!r:.80}")

@@ -119,9 +119,8 @@ class RewardModel:
         mask = torch.tensor([[t < len(row) for t in range(width)] for row in rows], device=self.device)
         logits: Tensor = network(input_ids=ids, attention_mask=mask.long()).logits  # [B, L]
         if not self.label < logits.shape[-1]:
-            raise ValueError(
-                f"{_KEY}.label={self.label}: expected 0 to {logits.shape[-1] - 1}, the logits of {self.path}"
-            )
+            largest = logits.shape[-1] - 1
+            raise ValueError(f"{_KEY}.label={self.label}: expected 0 to {largest}, the logits of {self.path}")
         return logits[:, self.label].float()
 
     def reset(self) -> None:

@@ -1,11 +1,13 @@
 """Calling reward functions: in this process, in workers, or as coroutines; what they return is checked."""
 
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from grpo_lightning.console import single_line
 from grpo_lightning.distributed import signals
 from grpo_lightning.reward.spec import (
     ARGUMENTS,
@@ -17,13 +19,19 @@ from grpo_lightning.reward.spec import (
     describe_error,
     innermost,
     is_coroutine_function,
+    is_missing,
     to_plain,
 )
 
 if TYPE_CHECKING:  # types imports torch, which worker processes can do without
     from grpo_lightning.types import Prompt
 
-_CHECKED = ("exact", "numeric", "countdown", "code", "repetition", "length", "soft_overlong", "pattern", "json_schema")
+log = logging.getLogger(__name__)
+
+_CHECKED = (
+    *("exact", "numeric", "math", "countdown", "code"),
+    *("repetition", "length", "soft_overlong", "pattern", "json_schema"),
+)
 """Rewards that are fast on an empty completion, and refuse right answers and settings that are of no use."""
 _ROLES = {"prompts": "user", "completions": "assistant"}
 _SHOWN_CHARACTERS = 80
@@ -41,9 +49,7 @@ def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[st
         for parameter in arguments(spec.function, known)[0]:
             hint = f"data.columns takes it from another one, or from a field: {{…, {parameter}: COLUMN.FIELD}}"
             if parameter in _ONE_COMPLETION:
-                hint = (
-                    "a function of one completion, its first argument, is a PerCompletion: reward=custom_per_completion"
-                )
+                hint = "a function of one completion is a PerCompletion: reward=custom_per_completion"
             elif parameter == "trainer_state":
                 hint = f"rewards do not see the trainer; reward.{name}.weight may change with the steps"
             problems.append(
@@ -57,17 +63,32 @@ def check_columns(rewards: Mapping[str, RewardSpec], column_names: Collection[st
 def check_rows(rewards: Mapping[str, RewardSpec], rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
     """Try rewards of this package on (prompt, columns) pairs before a run, as if all completions were empty.
 
+    A right answer that a reward does not apply to is a warning, as long as it applies to others.
+
     Raises:
         RewardError: A right answer, or a setting of a reward, is of no use.
     """
-    if not rows:
-        return
-    columns = {name: [values[name] for _, values in rows] for name in rows[0][1]}
-    nothing: dict[str, list[Any]] = {"completions": ["" for _ in rows], "completion_ids": [[] for _ in rows]}
     for name, spec in rewards.items():
         function = innermost(spec.function)
-        if getattr(function, "__name__", "") in _CHECKED and function.__module__.startswith("grpo_lightning.reward."):
-            _call(name, spec, {"prompts": [prompt for prompt, _ in rows], **columns, **nothing})
+        if getattr(function, "__name__", "") not in _CHECKED or "grpo_lightning.reward." not in function.__module__:
+            continue
+        required = arguments(spec.function, dict.fromkeys(ARGUMENTS))[0]
+        tried = [row for row, (_, columns) in enumerate(rows) if not any(is_missing(columns[key]) for key in required)]
+        refused, unscored = {}, {}
+        for row in tried if required else tried[:1]:  # settings are the same for all
+            prompt, columns = rows[row]
+            inputs = {"prompts": prompt, **columns, "completions": "", "completion_ids": []}
+            try:
+                if None in spec.function(**_arguments(spec, {key: [value] for key, value in inputs.items()})):
+                    unscored[row] = f"{columns[required[0]]!r:.80} cannot be compared; reward=[exact] takes any text"
+            except Exception as error:
+                refused[row] = describe_error(error)
+        for row, problem in [*refused.items(), *unscored.items()][:1]:
+            count = len(refused) + len(unscored)
+            text = f"reward {name!r} cannot score {count} of {len(tried)} rows, first this: {problem}"
+            if refused or count == len(tried):
+                raise RewardError(text, row=row)
+            log.warning("%s (prompt %s)", single_line(text), _beginning(str(rows[row][0])))
 
 
 @dataclass(frozen=True)
@@ -216,11 +237,8 @@ def _call(name: str, spec: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> A
                 if describe_error(own) == what:
                     what, failing = f"{what} on row {row}, completion {_beginning(inputs['completions'][row])}", row
                     break
-        is_shipped = innermost(spec.function).__module__.startswith("grpo_lightning.")
         advice = _advice(name, spec, what) or (
-            ""
-            if is_shipped
-            else f". (With reward.{name}.timeout=SECONDS it runs in worker processes, where a fraction of "
+            f". (With reward.{name}.timeout=SECONDS it runs in worker processes, where a fraction of "
             f"reward.{name}.max_failed may fail.)"
         )
         raise RewardError(f"reward {name!r} raised {what}{advice}", row=failing) from error

@@ -1,7 +1,6 @@
 """A reward function with its settings: what it is called with, what it returns, and its part in the total."""
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ Reward = Callable[..., Sequence[Score]]
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 """What every reward may name beside the columns of the data, and, with a default, ``prefills``."""
 
+_LARGEST = 1e15  # of a weighted score: the float32 squares of larger ones overflow in an advantage's deviation
 _MAX_NESTED = 3  # lists in one another: of completions, of steps, of (end, score)
 _SHOWN_CHARACTERS = 300
 
@@ -96,16 +96,12 @@ class RewardSpec:
         if not callable(self.function):
             raise ValueError(f"function: expected a callable (`_partial_: true` in YAML), got {self.function!r}")
         if isinstance(innermost(self.function), type):
-            raise ValueError(
-                f"function: {self.function!r} is a class; give an object of it (in YAML `_partial_: false`)"
-            )
+            raise ValueError(f"function: {self.function!r} is a class; give an object of it (`_partial_: false`)")
         fixed = {name: value for name, value in vars(self).items() if not isinstance(value, Schedule)}
         if wrong := problems(REWARD, fixed):
             raise ValueError("; ".join(wrong))
         if self.retries and not is_coroutine_function(self.function):
-            raise ValueError(
-                f"retries={self.retries} needs a coroutine function (async def), got {self.function!r:.80}"
-            )
+            raise ValueError(f"retries={self.retries} needs a coroutine (async def), got {self.function!r:.80}")
 
 
 class PerCompletion:
@@ -203,15 +199,17 @@ def clip_scores(rewards: Mapping[str, RewardSpec], values: Mapping[str, Sequence
 def total(rewards: Mapping[str, RewardSpec], scores: Mapping[str, Sequence[Score]]) -> list[float | None]:
     """The total reward [B], Σ weight · score over the rewards that apply to a row; None where none does.
 
-    Where a reward scores steps, their mean is its score. A RewardError says that a sum is too large for a float.
+    Where a reward scores steps, their mean is its score. A RewardError names the rewards whose scores are too large.
     """
     totals: list[float | None] = []
     for row, values in enumerate(zip(*scores.values(), strict=True)):
         named = {name: scalar(value) for name, value in zip(scores, values, strict=True)}
-        terms = [rewards[name].factor * value for name, value in named.items() if value is not None]
-        totals.append(sum(terms) if terms else None)
-        if not math.isfinite(sum(terms)):
-            raise RewardError(f"row {row}: the weighted sum of {named} is not finite")
+        terms = {name: rewards[name].factor * value for name, value in named.items() if value is not None}
+        totals.append(sum(terms.values()) if terms else None)
+        for name, term in terms.items():
+            if abs(term) > _LARGEST:
+                problem = f"weight · score is {term:g} on row {row}, above {_LARGEST:g}: set reward.{name}.clip"
+                raise RewardError(f"reward {name!r}: {problem}", row=row)
     return totals
 
 

@@ -39,8 +39,7 @@ log = logging.getLogger(__name__)
 
 Poll = Callable[[], None]
 MAX_WORKERS = 8
-_POLL_SECONDS = 0.25
-"""Between two calls of ``poll`` while a result is waited for."""
+_POLL_SECONDS = 0.25  # between two calls of ``poll`` while a result is waited for
 _MAX_MEMORY = 4 * 2**30  # bytes that one worker may allocate
 _MAX_STARTS = 3  # of workers for the same call
 _SPARE_SECONDS = 60.0  # to import a function; also, how late a call is ended that switches its alarm off
