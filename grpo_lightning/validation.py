@@ -68,7 +68,7 @@ class Validation:
         self.sampling = Sampling(**sampling)
         self.ks = sorted({1, *ks})
         self._counted: dict[str, list[float]] = {}
-        """By metric a value for each prompt or completion since the last `compute`; every process counts all."""
+        """By metric a value for each prompt or completion that its reward applies to, since the last `compute`."""
 
     def step(self, policy: Policy, prompts: Prompts, *, completed_steps: int, context: StepContext) -> Scored:
         """Sample completions of the next held-out prompts and count them; weights that vary are of the next step."""
@@ -84,11 +84,12 @@ class Validation:
         size = self.samples_per_prompt
         prefills = [prefill(policy.chat.opening(prompt)) for prompt in prompts.texts for _ in range(size)]
         answers = [answer_text(text) for text in prepend_prefills(scored.sampled.texts, prefills)]
+        applies = scored.rewards[self.scorer.outcome_name].isfinite().view(-1, size).any(-1).tolist()
         for group, right in enumerate(scored.right.view(-1, size).tolist()):
-            for k in self.ks:
-                self._count(f"val/pass@{k}", pass_at_k(right, k))
-            for k in self.ks[1:]:
-                self._count(f"val/maj@{k}", majority_at_k(right, answers[group * size :], k))
+            found = {f"val/pass@{k}": pass_at_k(right, k) for k in self.ks}
+            found |= {f"val/maj@{k}": majority_at_k(right, answers[group * size :], k) for k in self.ks[1:]}
+            for name, fraction in found.items():
+                self._count(name, *[fraction] * applies[group])
         for name, values in scored.rewards.items():
             self._count(f"val/reward/{name}", *values[~values.isnan()].tolist())
         return scored

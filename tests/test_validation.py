@@ -1,6 +1,7 @@
 """Metrics of held-out prompts, by hand and by enumeration."""
 
 import itertools
+import math
 
 import pytest
 
@@ -76,6 +77,13 @@ def test_batches_add_up_are_numbered_and_computing_starts_over():
         assert found["val/pass@1"] == pytest.approx(1 / 6)
         assert found["val/reward/total"] == pytest.approx(1 / 3)
     assert numbers == [0, 2, 0]
+
+
+def test_prompts_without_a_score_are_left_out_and_without_any_there_is_no_pass_at_1():
+    for scores, expected in (([None, 1.0, 0.0, *[None] * 3], 1 / 3), ([None] * 6, math.nan)):
+        made = validation({"r": RewardSpec(lambda completions, scores=scores: scores, 1.0)}, outcome=None)
+        made.step(Fixed(), Prompts(("p", "q"), {}), completed_steps=0, context=make_context(seed=0))
+        assert made.compute()["val/pass@1"] == pytest.approx(expected, nan_ok=True)
 
 
 def test_without_an_outcome_accuracy_decides_and_varying_weights_are_those_of_the_next_step():

@@ -35,7 +35,6 @@ class RunCheckpoint(Checkpoint):
             what was written later.
 
     Raises:
-        ValueError: After a validation, if ``monitor`` is none of the metrics.
         CannotSave: Before the first step, if the disk has no room for two checkpoints; or one cannot be written.
     """
 
@@ -71,9 +70,8 @@ class RunCheckpoint(Checkpoint):
         # A continued run that starts between two validations skips the one before its first step.
         if trainer.state.fn != "fit" or module.validated_at != module.completed_steps:
             return
-        if self.monitor.startswith("val/") and self.monitor not in module.metrics:
-            raise ValueError(f"sweep_metric={self.monitor} is none of the metrics: {', '.join(sorted(module.metrics))}")
-        value = module.metrics.get(self.monitor, float("-inf"))  # training metrics come with the first step
+        # training metrics come with the first step, and those of held-out prompts where a reward applies
+        value = module.metrics.get(self.monitor, float("-inf"))
         improved = value > self.best_value
         self.best_value = max(self.best_value, value)
         self._save(trainer, module)
