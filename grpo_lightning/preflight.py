@@ -16,6 +16,7 @@ from grpo_lightning.console import is_first_process, log_line, redact_config, wr
 from grpo_lightning.data import PromptData
 from grpo_lightning.data.datamodule import collate, prompt_index
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.reward.spec import arguments
 from grpo_lightning.rollout import Collected
 from grpo_lightning.rollout.scoring import describe_examples
 from grpo_lightning.schedule import resolve_schedules
@@ -24,10 +25,8 @@ from grpo_lightning.types import Scored
 if TYPE_CHECKING:
     from lightning import Trainer
 
-LOW_SIGNAL = 0.2
-"""Share of groups with signal below which learning is slow, as in docs/metrics.md."""
-HIGH_TRUNCATION = 0.1
-"""Share of truncated completions above which the limit is too low, as in docs/metrics.md."""
+LOW_SIGNAL = 0.2  # share of groups with signal below which learning is slow, as in docs/metrics.md
+HIGH_TRUNCATION = 0.1  # share of truncated completions above which the limit is too low, as in docs/metrics.md
 _PHASES = {"rollout": ("rollout", "wake", "sync", "environment"), "reward": ("reward",), "score": ("score",)}
 """Phase -> those of the clock that count as it."""
 
@@ -92,7 +91,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
     } | {"update": scale * update}
 
     scored = Scored.concatenate([one.scored for one in collected])
-    size, num_groups = scored.group_size, len(scored.prompts)
+    size, num_groups, rewards = scored.group_size, len(scored.prompts), rollout.scorer.rewards
     mixed = signal_fraction(scored.right.double().view(num_groups, size))
     if rollout.group_filter is not None:  # samples again until it has enough
         tries = min(float(rollout.max_tries), math.ceil(1 / mixed) if mixed else math.inf)
@@ -115,6 +114,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
         "signal": signal_fraction(scored.rewards["total"].view(num_groups, size)),
         "mixed": mixed,
         "rewards": {name: _reward_summary(name, values, collected) for name, values in scored.rewards.items()},
+        "columns": {name: [*arguments(one.function, scored.prompts.columns)[1]] for name, one in rewards.items()},
         "completions": completions | ({} if environment is None else {"max_turns": environment.max_turns}),
         "step": phases | {"total": seconds},
         "memory_gib": {"measured": module.peak_memory() / memory.GiB},
@@ -164,7 +164,10 @@ def advice(facts: Mapping[str, Any]) -> Iterator[str]:
     size, right, completions = (facts[name] for name in ("group_size", "right", "completions"))
     signal, mixed = facts["signal"], facts["mixed"]
     yield f"{signal:.0%} of the groups of {size} have signal (their rewards differ); {right:.0%} are right."
-    if right == 0:
+    unscored = [name for name, reward in facts["rewards"].items() if reward["none"] == 1]
+    if facts["outcome"] in unscored:
+        yield f"{facts['outcome']} is None for all completions, so that none counts as right."
+    elif right == 0:
         yield (
             f"No completion is right by {facts['outcome']}: easier prompts, supervised fine-tuning first "
             "(module=sft), or look at what the reward expects."
@@ -181,12 +184,15 @@ def advice(facts: Mapping[str, Any]) -> Iterator[str]:
         turns = completions.get("max_turns")
         more = "" if turns is None else f", or environment.max_turns={turns} if episodes have no end in so many turns"
         limit = f"rollout.max_new_tokens={completions['max_new_tokens']}"
+        more += ", or rollout.stop=[TEXT] if the model writes no end token" if completions["truncated"] == 1 else ""
         yield f"{completions['truncated']:.0%} of completions are truncated: raise {limit}{more}."
     for name, reward in facts["rewards"].items():
         if reward["failed"]:
             yield f"reward {name} failed on {reward['failed']:.1%} of completions: raise its timeout, or fix it."
         if reward["none"] > (HIGH_TRUNCATION if name != "total" else 0):
-            yield f"reward {name} is None for {reward['none']:.1%} of completions."
+            columns = ", ".join(facts["columns"].get(name, ())) if name in unscored else ""
+            hint = f": look at the columns that it reads ({columns}), which data.map_row changes" * bool(columns)
+            yield f"reward {name} is None for {reward['none']:.1%} of completions{hint}."
         if name != "total" and reward["std"] == 0:
             yield f"reward {name} is {reward['mean']:g} for all completions: it has no signal."
     seconds = facts["run"]["seconds"]
@@ -206,9 +212,7 @@ def page(facts: Mapping[str, Any]) -> Iterator[str]:
         **completions
     )
     yield f"              {completions['truncated']:.1%} truncated at {completions['max_new_tokens']} tokens"
-    yield f"groups        {facts['signal']:.1%} with signal, {facts['mixed']:.1%} that differ in {facts['outcome']}"[
-        :80
-    ]
+    yield f"groups        {facts['signal']:.1%} with signal, {facts['mixed']:.1%} differ in {facts['outcome']}"[:80]
     yield f"a step        {step['total']:.3g} s: " + ", ".join(
         f"{name} {step[name]:.3g} s" for name in (*_PHASES, "update")
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_lightning import compose
-from grpo_lightning.callbacks.health import HealthHistory, UnrecoverableRun, new_findings
+from grpo_lightning.callbacks.health import CUT, RULES, HealthHistory, UnrecoverableRun, new_findings
 from tests.support.composed import ROOT
 from tests.support.running import small_run
 
@@ -130,6 +130,10 @@ RULES_BY_HAND = [
     (run(accuracy={21: 0.2}, total={21: 0.5}, kl_divergence={1: 2.5}), ("learning_rate", 25)),
     (run(accuracy={21: 0.3}, total={21: 0.5}, kl_divergence={1: 2.5}), None),
 ]
+
+
+def test_completions_that_never_end_are_told_of_stop_texts():
+    assert ["rollout.stop" in rule.advice for rule in RULES if rule.metric == CUT] == [True, True]
 
 
 def test_rules_find_what_they_say():

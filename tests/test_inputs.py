@@ -66,7 +66,8 @@ def shown(caplog):
 def test_a_run_shows_a_prompt_before_its_first_step_and_then_one_completion(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="grpo_lightning"):
         small_run(tmp_path, "steps=2")
-    first, prompt, completion, rewards = shown(caplog)
+    form, first, prompt, completion, rewards = shown(caplog)
+    assert form == "prompts are written by the chat template"
     assert first.startswith("prompt, ")
     assert prompt.startswith("prompt, ")
     assert completion.startswith("completion, ")

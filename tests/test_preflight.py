@@ -101,10 +101,12 @@ def test_a_checkpoint_is_measured_as_it_is(tmp_path):
 
 
 ACCURACY = {"none": 0.0, "failed": None, "mean": 0.4, "std": 0.5, "min": 0.0, "max": 1.0}
+UNSCORED = ACCURACY | {"none": 1.0, **dict.fromkeys(("mean", "std", "min", "max"))}
 LENGTHS = {"length_mean": 20.0, "length_p95": 30.0, "length_max": 32.0, "max_new_tokens": 32, "truncated": 0.05}
 FACTS: dict[str, Any] = {
     **{"prompts": 64, "group_size": 8, "outcome": "accuracy", "right": 0.4, "signal": 0.6, "mixed": 0.6},
     "rewards": {"accuracy": ACCURACY},
+    "columns": {"accuracy": ["answer"]},
     "completions": LENGTHS,
     "step": {"rollout": 1.0, "reward": 0.1, "score": 0.1, "update": 0.3, "total": 1.5},
     "memory_gib": {"measured": 1.5, "predicted": 1.25},
@@ -124,11 +126,18 @@ def test_advice_names_what_to_change():
         ({"right": 0.9, "signal": 0.1, "mixed": 0.1}, "Few groups have signal: harder prompts"),
         ({"signal": 0.9, "mixed": 0.1}, "Only 10% of the groups differ in accuracy"),
         ({"completions": LENGTHS | {"truncated": 0.3}}, "30% of completions are truncated: raise rollout.max_new"),
+        ({"completions": LENGTHS | {"truncated": 1.0}}, "rollout.stop=[TEXT]"),
+        (
+            {"rewards": {"accuracy": UNSCORED}, "right": 0.0},
+            "100.0% of completions: look at the columns that it reads (answer)",
+        ),
         ({"rewards": {"a": ACCURACY | {"failed": 0.02}}}, "reward a failed on 2.0% of"),
         ({"rewards": {"a": ACCURACY | {"none": 0.25}}}, "reward a is None for 25.0%"),
         ({"rewards": {"a": ACCURACY | {"std": 0.0}}}, "reward a is 0.4 for all completions"),
     ):
         assert sum(part in sentence for sentence in advice(FACTS | changed)) == 1, part
+    unscored = " ".join(advice(FACTS | {"rewards": {"accuracy": UNSCORED}, "right": 0.0}))
+    assert "easier prompts" not in unscored
 
 
 def test_the_page_fits_into_80_columns():

@@ -14,16 +14,13 @@ from grpo_lightning.console import write_json
 
 log = logging.getLogger(__name__)
 
-TOTAL, KL, CUT, LENGTH = (
-    *("reward/total", "policy/kl_divergence"),
-    *("completion/truncated_fraction", "completion/length_mean"),
-)
+TOTAL, KL = "reward/total", "policy/kl_divergence"
+CUT, LENGTH = "completion/truncated_fraction", "completion/length_mean"
 _METRICS = (
     *(TOTAL, KL, CUT, LENGTH, "reward/std", "advantage/mean", "advantage/std", "group/mixed", "group/all_right"),
     *("policy/entropy", "policy/clip_fraction", "optim/grad_norm", "optim/skipped"),
 )
-OUTCOME = "outcome"
-"""The name of the outcome reward in a history, whatever its name in the run."""
+OUTCOME = "outcome"  # the name of the outcome reward in a history, whatever its name in the run
 FIRST, RECENT, WINDOW, SHORT_WINDOW = 10, 20, 10, 5
 """Rollouts kept from the beginning and from the end; rollouts in a mean, and in one for quick changes."""
 
@@ -183,7 +180,7 @@ RULES = (
         lambda h: _when(h.all_of_last(lambda row: row.get(CUT) == 1 and (_has_equal_rewards(row) or _is_flat(row))), 1),
         "in each of the last {patience} rollouts all completions were cut before their end, and nothing is learned "
         "from their rewards",
-        "raise rollout.max_new_tokens; if completions never end, see whether the prompt has the policy's chat template",
+        "raise rollout.max_new_tokens; a base model without end token needs rollout.stop=[TEXT], others their template",
         is_fatal=True,
     ),
     HealthRule(
@@ -223,7 +220,7 @@ RULES = (
     ),
     HealthRule(
         *("truncation", CUT, _truncation, "{value:.0%} of the last completions were truncated"),
-        "raise rollout.max_new_tokens; or environment.max_turns, if the environment has ended too few episodes",
+        "raise rollout.max_new_tokens, set rollout.stop=[TEXT] if nothing ends them; or raise environment.max_turns",
     ),
     HealthRule(
         *("length", LENGTH, _length, "completions have grown to {value:.0f} tokens without becoming better"),

@@ -36,8 +36,7 @@ from grpo_lightning.rollout.collector import Collected
 from grpo_lightning.rollout.scoring import turn_spans
 from grpo_lightning.types import Prompt, Scored
 
-HISTOGRAM = "~histogram"
-"""What the tags of histograms begin with, so that TensorBoard sorts them behind the scalars."""
+HISTOGRAM = "~histogram"  # begins the tags of histograms, so that TensorBoard sorts them behind the scalars
 CHARTS = {
     "Progress": {
         "pass@1 on held-out prompts": r"val/pass@1",
@@ -299,8 +298,7 @@ def hparams_columns(
 
 
 log = logging.getLogger(__name__)
-_RECORDED = ("reward", "advantage", "loss", "rollout")
-"""The parts whose settings are recorded, once."""
+_RECORDED = ("reward", "advantage", "loss", "rollout")  # the parts whose settings are recorded, once
 
 
 class RecordRollouts(Callback):
@@ -388,10 +386,8 @@ class RecordRollouts(Callback):
         }
 
 
-_MAX_NAME = 24
-"""Characters of a metric's name on a line; the name of a user's reward may be longer."""
-_TIME_WIDTH = 7
-"""Columns of the bar's remaining time, as in 0:01:23."""
+_MAX_NAME = 24  # characters of a metric's name on a line; the name of a user's reward may be longer
+_TIME_WIDTH = 7  # columns of the bar's remaining time, as in 0:01:23
 
 
 class RunProgress(Callback):
@@ -422,9 +418,7 @@ class RunProgress(Callback):
             self._print(trainer, module)  # a validation that follows has a line of its own
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
-        if module.validated_at != module.completed_steps:
-            return
-        if self._bar is None:
+        if self._bar is None and module.validated_at == module.completed_steps:
             self._print(trainer, module)
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:

@@ -371,6 +371,7 @@ def unscored_rows(rewards: Mapping[str, RewardSpec], source: Any) -> list[str]:
 
 def show_inputs(policy: Policy, rewards: Mapping[str, RewardSpec], source: Any) -> None:
     """Before the first step: the first training prompt to the log file, and warnings of rows without a right answer."""
-    log_to_file(iter([describe_prompt(policy, policy.tokenize([source[0][0]])[0])]))
+    form = "by the chat template" if policy.chat.uses_template else "as plain text, without a chat template"
+    log_to_file(iter([f"prompts are written {form}", describe_prompt(policy, policy.tokenize([source[0][0]])[0])]))
     for warning in unscored_rows(rewards, source):
         log.warning("%s", warning)
