@@ -75,12 +75,7 @@ def prompts(
 # Reasoning in tags, for the shipped policy. A slip is carried on to the answer. Slips are spread over many values, so a
 # policy that imitates them is often wrong when it samples, while its likeliest answer stays right.
 
-_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.floordiv,
-}
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _SHIFTS = (*range(-11, 0), *range(1, 12))  # a slip adds one of these: together they may be likely, each alone is rare
 
 
@@ -209,13 +204,11 @@ class GuessingGames(GeneratedRows):
         rng = random.Random(f"Numbers {number}")
         number = number % self._highest + 1
         prompt = f"Guess my number from 1 to {self._highest}. You have {self._guesses} guesses."
-        completion = _messages(self._game(number, rng))
-        return prompt, {"number": number, "answer": str(number), "completion": completion}
+        return prompt, {"number": number, "answer": str(number), "completion": _messages(self._game(number, rng))}
 
     def _game(self, number: int, rng: random.Random) -> list[str]:
         """Guesses in turn with the replies to them."""
-        turns: list[str] = []
-        low, high = 1, self._highest
+        turns, low, high = list[str](), 1, self._highest
         is_careful = rng.random() < self._careful_rate
         for _ in range(self._guesses):
             third = (high - low + 1) // 3
@@ -223,10 +216,7 @@ class GuessingGames(GeneratedRows):
             turns.append(str(guessed))
             if guessed == number:
                 break
-            if guessed < number:
-                low = guessed + 1
-            else:
-                high = guessed - 1
+            low, high = (guessed + 1, high) if guessed < number else (low, guessed - 1)
             turns.append("higher" if guessed < number else "lower")
         return turns if len(turns) % 2 else turns[:-1]
 

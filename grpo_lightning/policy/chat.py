@@ -68,7 +68,7 @@ class ChatTokenizer:
         reply_role: str | None = None,
     ) -> None:
         self.uses_template = bool(getattr(tokenizer, "chat_template", None)) and not plain_text
-        self._is_plain = plain_text
+        self._is_plain, self._is_standard = plain_text, isinstance(tokenizer, PreTrainedTokenizerBase)
         self._tokenizer, self.template_kwargs = tokenizer, dict(template_kwargs or {})
         self._opening = [_message("system", system_prompt)] if system_prompt else []
         self._end_ids = frozenset(end_ids)
@@ -174,16 +174,15 @@ class ChatTokenizer:
         Raises:
             ValueError: A prompt has no tokens; or as `render`.
         """
-        is_text = [not _is_ids(prompt) for prompt in prompts]
-        texts = [self.render(cast(Any, prompt)) if text else "" for prompt, text in zip(prompts, is_text, strict=True)]
+        texts = ["" if _is_ids(prompt) else self.render(cast(Any, prompt)) for prompt in prompts]
         encoded = self._tokenizer(texts, add_special_tokens=not self.uses_template)["input_ids"]
         tokens = list[list[int]]()
-        for prompt, text, ids, is_words in zip(prompts, texts, encoded, is_text, strict=True):
-            if not is_words:
+        for prompt, text, ids in zip(prompts, texts, encoded, strict=True):
+            if _is_ids(prompt):
                 ids = list(map(int, cast(Any, prompt)))
             elif not self.uses_template:
                 ids = self._without_end(text, ids)
-            elif self.special_text(prompt) and isinstance(self._tokenizer, PreTrainedTokenizerBase):
+            elif self.special_text(prompt) and self._is_standard:
                 ids = self._apply(
                     self._messages(cast(Any, prompt)), tokenize=True, return_dict=False, sanitize_control_tokens=True
                 )
@@ -247,7 +246,8 @@ class ChatTokenizer:
 
         Args:
             prompt: What the completion answers.
-            completion: A text, or messages in which those of the assistant take turns with replies, and end it.
+            completion: A text, or messages in which those of the assistant take turns with replies, and end it. With a
+                chat template, the special tokens that it names are text, but for the end of a turn at its end.
             end: The end of sequence.
 
         Returns:
@@ -269,7 +269,10 @@ class ChatTokenizer:
         for number, message in enumerate(completion):
             if is_turn := number % 2 == 0:
                 text = message["content"] if number else _continuation(opening, message["content"])
-                added = [*self._tokenize(text), end]
+                hidden = {}
+                if self.uses_template and self.special_text(text) and self._is_standard:
+                    text, hidden = text.removesuffix(self._tokenizer.decode([end])), {"split_special_tokens": True}
+                added = [*self._tokenize(text, **hidden), end]
             else:
                 added = self.reply(message["content"], role=message["role"], after=end)
             ids += added
@@ -349,14 +352,14 @@ class ChatTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         """Token ids of a text that stands behind another: some tokenizers put a space before a text that begins."""
-        if isinstance(self._tokenizer, PreTrainedTokenizerBase):
+        if self._is_standard:
             mark, ids = self._tokenize(_TURN), self._tokenize(_TURN + text)
             if ids[: len(mark)] == mark:
                 return ids[len(mark) :]
         return self._tokenize(text)
 
-    def _tokenize(self, text: str) -> list[int]:
-        [ids] = self._tokenizer([text], add_special_tokens=False)["input_ids"]
+    def _tokenize(self, text: str, **options: bool) -> list[int]:
+        [ids] = self._tokenizer([text], add_special_tokens=False, **options)["input_ids"]
         return self._without_end(text, [int(one) for one in ids])
 
 
