@@ -163,9 +163,7 @@ def replay_table(replays: Sequence[ReplayedMetrics]) -> str:
     lines += ["", f"{'mean of metric':40} {'recorded':>14} {'replayed':>14}", "─" * 70]
     exact = []
     for name in sorted({name for one in replays for name in one.metrics}):
-        pairs = [
-            (one.metrics[name]["recorded"], one.metrics[name]["replayed"]) for one in replays if name in one.metrics
-        ]
+        pairs = [(of["recorded"], of["replayed"]) for one in replays if (of := one.metrics.get(name))]
         means = (
             fmean(known) if (known := [v for v in each if v is not None]) else None for each in zip(*pairs, strict=True)
         )

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -12,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 from grpo_lightning.memory import COPIED, GiB, Shape
-from grpo_lightning.sampler import Conversation, GenerationRequest, StopStrings, fused_decode
+from grpo_lightning.sampler import Completions, Conversation, GenerationRequest, Sampler, StopStrings, fused_decode
 from grpo_lightning.sampler.kv_cache import attend, attend_written_out, rows_within
 from grpo_lightning.sampler.native import CUDAGraphStep, DecodeBatch, decode
 from grpo_lightning.types import Sampling
@@ -259,3 +260,36 @@ def test_completions_beyond_a_budget_wait_and_are_the_same(llama, monkeypatch, s
     assert opened_rows == [list(range(7)), list(range(7, 14)), list(range(14, 18))]
     assert found.texts == expected.texts
     assert torch.equal(found.ids, expected.ids)
+
+
+class Scripted(Sampler):
+    """A user's own sampler: completions of the token 99, with some fields changed."""
+
+    def __init__(self, **changed):
+        self.changed = changed
+
+    def sample(self, policy, request):
+        ids = torch.full((len(request.places), request.sampling.max_new_tokens), 99)
+        mask, zeros = torch.ones_like(ids, dtype=torch.bool), torch.zeros(ids.shape)
+        return replace(Completions(ids, mask, mask, zeros, zeros, mask[:, 0]), **self.changed)
+
+
+def test_what_a_sampler_of_ones_own_returns_is_checked(llama):
+    def sample(responder=None, filters=PLAIN, **changed):
+        sampling = Sampling(**filters | {"max_new_tokens": 3})
+        return Scripted(**changed).generate(
+            llama, PROMPTS[:2], group_size=2, sampling=sampling, seed=0, responder=responder
+        )
+
+    assert sample().ids[:, -3:].tolist() == [[99] * 3] * 4
+    size = llama.num_embeddings
+    for problem, given in (
+        ("rows of 1 to rollout.max_new_tokens=3", {"ids": torch.full((4, 4), 99)}),
+        ("needs 4 rows", {"ids": torch.full((2, 3), 99)}),
+        (f"the token {size}: the model has {size}", {"ids": torch.full((4, 3), size)}),
+        ("the token -1", {"ids": torch.full((4, 3), -1)}),
+        ("support=None .* is_engine = True", {"filters": PLAIN | {"top_p": 0.9}}),
+        (r"request.conversation.step\(0, ids\)", {"responder": SimpleNamespace(is_slow=False, role=None)}),
+    ):
+        with pytest.raises(ValueError, match=f"Scripted.sample returned .*{problem}"):
+            sample(**given)

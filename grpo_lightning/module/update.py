@@ -18,7 +18,6 @@ from grpo_lightning.types import Rollout, Sampling
 
 log = logging.getLogger(__name__)
 
-
 Backward = Callable[..., None]
 """(loss, last=): adds the gradient of a micro-batch's loss; ``last`` is true for the last one."""
 

@@ -111,7 +111,7 @@ class Scorer:
             episodes = self._episodes(local, group_size, first_prompt, context)
             # What happened in episodes is known only when they are over.
             opening = policy.chat.opening
-            scoring = self._scoring(local, group_size, context, {}, opening) if episodes is None else None
+            scoring = self._scoring(local, group_size, context, opening) if episodes is None else None
             with context.clock("rollout"):
                 sampled = context.sampler.generate(
                     policy,
@@ -168,14 +168,9 @@ class Scorer:
         return Episodes(self.environment, _per_row(prompts.texts, group_size), columns, seeds, context.poll)
 
     def _scoring(
-        self,
-        prompts: Prompts,
-        group_size: int,
-        context: StepContext,
-        turn_columns: Mapping[str, Sequence[Any]],
-        opening: Opening,
+        self, prompts: Prompts, group_size: int, context: StepContext, opening: Opening, **turn_columns: Sequence[Any]
     ) -> Scoring:
-        columns = {name: _per_row(values, group_size) for name, values in prompts.columns.items()} | dict(turn_columns)
+        columns = {name: _per_row(values, group_size) for name, values in prompts.columns.items()} | turn_columns
         prefills = _per_row([prefill(opening(prompt)) for prompt in prompts.texts], group_size)
         return Scoring(self.rewards, _per_row(prompts.texts, group_size), columns, context.poll, prefills)
 
@@ -194,8 +189,7 @@ class Scorer:
                 episodes.check()
             if scoring is None:
                 group_size = len(sampled) // len(prompts)
-                turn_columns = _turn_columns(sampled, episodes)
-                scoring = self._scoring(prompts, group_size, context, turn_columns, opening)
+                scoring = self._scoring(prompts, group_size, context, opening, **_turn_columns(sampled, episodes))
             turns = turn_spans(sampled)
             completions = sampled.ids[:, -sampled.mask.shape[1] :].tolist()
             ids = [row[slice(*spans[-1])] for row, spans in zip(completions, turns, strict=True)]  # of the last turn
@@ -324,9 +318,7 @@ def describe_examples(policy: Policy, scored: Scored, number: int) -> Iterator[s
         end = "" if sampled.finished[row] else ", truncated"
         yield f"completion, {len(completion)} tokens{end}: {_visible(policy, completion)}"
         scores = {name: float(values[row]) for name, values in scored.rewards.items()}
-        yield "rewards: " + ", ".join(
-            f"{n} {'None' if score != score else f'{score:g}'}" for n, score in scores.items()
-        )
+        yield "rewards: " + ", ".join(f"{name} {'None' if s != s else f'{s:g}'}" for name, s in scores.items())
 
 
 def log_to_file(lines: Iterator[str]) -> None:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -110,6 +111,7 @@ class Sampler(ABC):
             FloatingPointError: The logits are not finite.
         """
         tokens = policy.tokenize(prompts)
+        report = partial(_report_texts, policy.tokenizer, on_finished)
         request = GenerationRequest(
             prompts=tokens,
             places=[(first_prompt + prompt, member) for prompt in range(len(tokens)) for member in range(group_size)],
@@ -120,11 +122,14 @@ class Sampler(ABC):
             pad_id=policy.pad_id,
             stops=StopStrings(policy.tokenizer, sampling.stop) if sampling.stop else None,
             poll=poll,
-            on_finished=None if responder else _report_texts(policy.tokenizer, on_finished),
+            on_finished=report if on_finished and not responder else None,
             conversation=None if responder is None else Conversation(responder, policy),
         )
         policy.check_context(request.longest, "rollout.max_new_tokens")
-        return self.sample(policy, request).sampled(policy, tokens, request.conversation)
+        completions = self.sample(policy, request)
+        if problem := completions.problem(request, policy.num_embeddings, has_support=not self.is_engine):
+            raise ValueError(f"sampler: {type(self).__name__}.sample returned {problem}")
+        return completions.sampled(policy, tokens, request.conversation)
 
     @abstractmethod
     def sample(self, policy: "Policy", request: "GenerationRequest") -> "Completions":
@@ -163,6 +168,23 @@ class Completions:
     support: SamplingSupport | None = None
     """[B, T] the sets that the tokens were sampled from; None: the whole vocabulary."""
 
+    def problem(self, request: GenerationRequest, num_embeddings: int | None, *, has_support: bool) -> str | None:
+        """What is not as requested, but for log-probabilities, which the self check recomputes; None if nothing is."""
+        rows, sampling, shape = len(request.places), request.sampling, tuple(self.ids.shape)
+        if len(shape) != 2 or shape[0] != rows or not 0 < shape[1] <= sampling.max_new_tokens:
+            return f"ids of shape {shape}: needs {rows} rows of 1 to rollout.max_new_tokens={sampling.max_new_tokens}"
+        least, most = int(self.ids.min()), int(self.ids.max())
+        if least < 0 or (num_embeddings is not None and most >= num_embeddings):
+            return f"the token {least if least < 0 else most}: the model has {num_embeddings} embeddings"
+        if has_support and sampling.truncated and sampling.temperature > 0 and self.support is None:
+            return (
+                "support=None with rollout.top_p, top_k or min_p: return the sets, or set is_engine = True in the class"
+            )
+        turns = range(rows) if request.conversation is None else request.conversation.last_tokens
+        if silent := [row for row, is_over in enumerate(self.finished.tolist()) if is_over and row not in turns]:
+            return f"completion {silent[0]} as finished, without a call of request.conversation.step({silent[0]}, ids)"
+        return None
+
     def sampled(
         self, policy: "Policy", prompts: list[list[int]], conversation: "Conversation | None" = None
     ) -> Sampled:
@@ -196,16 +218,10 @@ def decode_texts(tokenizer: Any, rows: Sequence[Sequence[int]]) -> tuple[str, ..
     return tuple(tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _report_texts(tokenizer: Any, on_finished: OnFinished | None) -> OnIdsFinished | None:
-    """``on_finished`` as a sampler calls it: with several rows, not decoded."""
-    if on_finished is None:
-        return None
-
-    def report(rows: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
-        for row, text, own in zip(rows, decode_texts(tokenizer, ids), ids, strict=True):
-            on_finished(row, text, list(own))
-
-    return report
+def _report_texts(tokenizer: Any, on_finished: Any, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
+    """Call ``on_finished`` for each of the rows that a sampler has reported, with its text."""
+    for row, text, own in zip(rows, decode_texts(tokenizer, ids), ids, strict=True):
+        on_finished(row, text, list(own))
 
 
 class StopStrings:
@@ -257,12 +273,12 @@ class Conversation:
         self.is_slow = responder.is_slow
         """Whether replies take time: they are asked for only once no completion can go on. When that is depends on the
         tokens alone, so that a rollout is the same however long the replies take."""
-        self._last: dict[int, int] = {}  # Row -> the last token of its last turn
+        self.last_tokens: dict[int, int] = {}  # Row -> the last token of its last turn
         self._replies: dict[int, list[str]] = {}  # Row -> the replies that it has read
 
     def step(self, row: int, ids: Sequence[int]) -> None:
         """A completion has ended a turn of these tokens; called once for each turn."""
-        self._last[row] = ids[-1]
+        self.last_tokens[row] = ids[-1]
         self._responder.step(row, decode_texts(self._policy.tokenizer, [ids])[0])
 
     def reply(self, row: int) -> list[int] | None:
@@ -271,7 +287,7 @@ class Conversation:
         if text is None:
             return None
         try:
-            ids = self._policy.reply_ids(text, after=self._last[row], role=self._responder.role)
+            ids = self._policy.reply_ids(text, after=self.last_tokens[row], role=self._responder.role)
         except ValueError as error:
             self._responder.reject(row, str(error))
             return None
