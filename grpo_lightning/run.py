@@ -351,13 +351,12 @@ class Run:
 
     def _lack_of_signal(self) -> str | None:
         """What to say of a run in which rewards or gradients were 0 in every step; None of any other."""
-        history = self.module.history
-        zeros = {name for name, one in history.items() if one.min == one.max == 0}
+        zeros = {name for name, one in self.module.history.items() if one.min == one.max == 0}
         is_still, has_no_advantage = "optim/grad_norm" in zeros, {"advantage/mean", "advantage/std"} <= zeros
         if not is_still and not has_no_advantage:
             return None
         cause = "every advantage was 0" if has_no_advantage else "every gradient was 0"
-        if has_no_advantage and "reward/total" not in history.keys() - zeros:
+        if has_no_advantage and "reward/total" not in self.module.history.keys() - zeros:
             cause = "no completion was rewarded"
         is_unchanged = is_still and not value_at(self.config, "optimizer.weight_decay")
         return f"{cause}: {'the weights are unchanged' if is_unchanged else 'nothing was learned from rewards'}"

@@ -264,8 +264,7 @@ class ChatTokenizer:
             # Turns end as the template ends them if that ends sampling, too; otherwise by the end of sequence.
             first = self.reply("", role=completion[1]["role"], after=None)[:1]
             end = first[0] if first and first[0] in self._end_ids else end
-        ids, is_model = list[int](), list[bool]()
-        opening = self.opening(prompt)
+        ids, is_model, opening = list[int](), list[bool](), self.opening(prompt)
         for number, message in enumerate(completion):
             if is_turn := number % 2 == 0:
                 text = message["content"] if number else _continuation(opening, message["content"])

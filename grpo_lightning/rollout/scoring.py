@@ -103,8 +103,7 @@ class Scorer:
         Every process does so for its share of the prompts and receives the results of all. Rewards with a timeout start
         on a completion as soon as it has ended. The metrics are the failures of rewards and the environment's own.
         """
-        ranks = context.ranks
-        shard = ranks.shard_range(len(prompts))
+        ranks, shard = context.ranks, context.ranks.shard_range(len(prompts))
         local, first_prompt = prompts[shard], first_prompt + shard.start
 
         def work() -> tuple[Scored, dict[str, float], torch.device]:
