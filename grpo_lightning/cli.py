@@ -87,7 +87,7 @@ def main() -> None:
         print(f"grpo-lightning {__version__}")
         return
     words = [word if word != "--help-all" else "--cfg=job" for word in sys.argv[1:]]
-    sys.argv[1:] = normalize_overrides(words)
+    sys.argv[1:] = normalize_overrides(words, CONF)
     asked, unread = get_args_parser().parse_known_args()
     if unread:
         sys.exit(f"{single_line(unread[0])}: settings are KEY=VALUE, without dashes; {command_name()} --help")

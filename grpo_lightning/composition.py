@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
     from grpo_lightning.object_overrides import object_overrides, placeholder
 
     given = object_overrides(parts, overrides)
-    words = [*given.overrides, *normalize_overrides(overrides)]
+    words = [*given.overrides, *normalize_overrides(overrides, CONF)]
     named = [word for word in words if word.lstrip("+").startswith(("hydra.run.dir=", "run_dir="))]
     words = [word for word in words if word not in named]
     directory = Path(run_dir or (named[-1].partition("=")[2] if named else new_directory()))
@@ -92,10 +93,12 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         cfg, choices = compose_config(words)
         cfg.run_dir = _literal(str(directory))
         for name in given.replaced:
-            cfg[name] = placeholder(name, given.objects[name], cfg[name])
-        if "reference" in parts and "loss" not in parts and not (cfg.loss.kl_coef or cfg.rollout.get("kl_penalty")):
+            node = placeholder(name, given.objects[name], OmegaConf.select(cfg, name))
+            OmegaConf.update(cfg, name, node, merge=False)
+        unused = "loss" not in given.replaced and not (cfg.loss.kl_coef or cfg.rollout.get("kl_penalty"))
+        if "reference" in parts and unused:
             log.warning("reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0")
-        if "loss" in parts and (cfg.correction or {}).get("_target_") != "grpo_lightning.loss.no_correction":
+        if "loss" in given.replaced and (cfg.correction or {}).get("_target_") != "grpo_lightning.loss.no_correction":
             log.warning("correction is chosen, and not used: the loss that is given has its own, or none")
         return build_run(
             cfg,
@@ -222,11 +225,11 @@ def explain_errors(words: Sequence[str], name: str = "train") -> Iterator[None]:
         raise ConfigError(compose_problems(error, CONF, words, again)) from error
 
 
-def live_object(name: str, **_: Any) -> Any:
-    """Return the object that a program passed to `compose` under this dotted name, such as "policy.model"."""
+def live_object(name: str, **settings: Any) -> Any:
+    """Return the object that a program passed to `compose` under this dotted name, a function with its settings."""
     if name not in (objects := _objects.get({})):
         raise ValueError(f"{name} is an object of the program that began this run: compose({name.partition('.')[0]}=…)")
-    return objects[name]
+    return partial(objects[name], **settings) if settings and name.endswith(".function") else objects[name]
 
 
 def resolve_config(cfg: DictConfig) -> dict[str, Any]:

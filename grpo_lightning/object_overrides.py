@@ -1,28 +1,32 @@
 """Objects in place of settings: what a program hands to ``compose`` as ``policy=``, ``reward=``, ``data=``, …."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning import Callback
+from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
 from torch import nn
 
 from grpo_lightning.config.rules import LIVE
-from grpo_lightning.config.settings import quote_value, translate_key
+from grpo_lightning.config.settings import aliases, quote_value, translate_key
 from grpo_lightning.data import PromptData
-from grpo_lightning.data.files import SUFFIXES
+from grpo_lightning.data.files import SUFFIXES, indexed_rows
 from grpo_lightning.environment import Environment
 from grpo_lightning.policy import Policy
 from grpo_lightning.reference import of_model
 from grpo_lightning.reward import RewardSpec
-from grpo_lightning.reward.spec import innermost
+from grpo_lightning.reward.spec import arguments, innermost
 
-_REPLACED = ("advantage", "loss", "rollout", "sampler", "validation", "optimizer", "schedule", "correction", "trainer")
-"""Parts of which an object is what their settings would build."""
-_PARTS = ("reward", "policy", "data", "environment", "reference", "callbacks", "logger", *_REPLACED)
+_METHODS = {
+    **dict.fromkeys(("advantage", "loss", "correction", "reference", "optimizer", "schedule"), "__call__"),
+    **{"rollout": "collect", "sampler": "generate", "validation": "step", "trainer": "fit"},
+}
+"""Part of which an object is what its settings would build -> a method of such an object."""
+_PARTS = ("reward", "policy", "data", "environment", "callbacks", "logger", *_METHODS)
 _SPLITS = {"train", "validation", "test"}
 
 
@@ -38,16 +42,19 @@ class ObjectOverrides:
     """Name -> object, for `grpo_lightning.composition.live_object`."""
 
     def replace(self, name: str, value: Any) -> None:
-        """Let an object stand for a whole part."""
-        if isinstance(value, str | int | float | Mapping):
-            raise _mistake(name, value, f"an object; settings are texts, such as '{name}=NAME' and '{name}.KEY=VALUE'")
-        if name in ("advantage", "optimizer", "schedule") and not callable(value):
-            raise _mistake(name, value, "a function, such as functools.partial(torch.optim.AdamW, lr=1e-6)")
+        """Let an object stand for a whole part, or for what its settings have at a dotted key."""
+        part = name.partition(".")[0]
+        method = _METHODS.get(part, "__class__")
+        if not hasattr(value, method) or (isinstance(value, type) and method != "__call__"):
+            kind = "a function or functools.partial" if method == "__call__" else f"an object with the method {method}"
+            raise _mistake(part, value, f"{kind}, as in conf/{part}; settings are texts, such as '{part}=NAME'")
         self.replaced.append(name)
         self.objects[name] = value
 
     def add(self, key: str, value: Any) -> None:
         """Add an object under a new key of a part."""
+        if not isinstance(value, RewardSpec | Callback | Logger):
+            raise _mistake(key, value, "an object of one of Lightning's callbacks or loggers")
         self.overrides.append(f"+{key}={{_target_: {LIVE}, name: {key}}}")
         self.objects[key] = value
 
@@ -88,8 +95,9 @@ class ObjectOverrides:
             if isinstance(reward, RewardSpec):
                 self.add(f"reward.{name}", reward)
             elif callable(reward):
-                self.overrides.extend([f"+reward@reward.{name}=live", f"reward.{name}.function.name=reward.{name}"])
-                self.objects[f"reward.{name}"] = reward
+                place = f"reward.{name}.function"
+                self.overrides.extend((f"+reward@reward.{name}=live", f"{place}.name={place}"))
+                self.objects[place] = reward
             else:
                 raise _mistake(f"reward[{name!r}]", reward, "a function or a RewardSpec")
 
@@ -112,12 +120,16 @@ class ObjectOverrides:
             self.overrides.extend([f"data={kind}", f"data.path={quote_value(str(value))}"])
         else:
             named = dict(value) if isinstance(value, Mapping) else {"train": value}
-            held_out = named.get("validation", named.get("test"))
-            if not named.keys() & {"train", "validation", "test"} or (type(value) is dict and named.keys() - _SPLITS):
+            if not named.keys() & _SPLITS or (type(value) is dict and named.keys() - _SPLITS):
                 forms = "rows, a data set, a path, a PromptData, or a mapping with train and validation (or test)"
                 raise _mistake("data", value, forms)
             self.overrides.append("data=rows")
-            self.objects.update({"data.train": _rows(named.get("train")), "data.validation": _rows(held_out)})
+            self.objects["data.train"] = indexed_rows(named.get("train"))
+            self.objects["data.validation"] = indexed_rows(named.get("validation", named.get("test")))
+
+    def loss(self, value: Any) -> None:
+        """A `PolicyLoss`, or a function in place of the surrogate that the settings have."""
+        self.replace("loss.surrogate" if callable(value) and not hasattr(value, "kl_coef") else "loss", value)
 
     def reference(self, value: Any) -> None:
         """A model becomes what ``reference`` settings build: a function of the policy."""
@@ -133,11 +145,10 @@ class ObjectOverrides:
 
     def logger(self, value: Any) -> None:
         """Lightning's loggers and names of conf/logger, in place of those of the settings; False: none."""
-        loggers = _by_name([] if value is None or value is False else value)
+        loggers = _by_name(value)
         self.overrides.append(f"logger=[{','.join(name for name in loggers.values() if isinstance(name, str))}]")
-        for name, logger in loggers.items():
-            if not isinstance(logger, str):
-                self.add(f"logger.{name}", logger)
+        for name in (name for name, logger in loggers.items() if not isinstance(logger, str)):
+            self.add(f"logger.{name}", loggers[name])
 
 
 def object_overrides(parts: Mapping[str, Any], overrides: Sequence[str]) -> ObjectOverrides:
@@ -159,33 +170,25 @@ def object_overrides(parts: Mapping[str, Any], overrides: Sequence[str]) -> Obje
     for name, value in parts.items():
         if name == "reward":
             result.reward(value, "".join(word for word in overrides if word.startswith("reward=")))
-        elif name in _REPLACED:
-            result.replace(name, value)
-        else:
+        elif hasattr(result, name):
             getattr(result, name)(value)
-        taken = tuple(f"{name}{sign}" for sign in ("=.@" if name in result.replaced else "=@"))
-        changed = [word for word in overrides if word.lstrip("+~").startswith(taken)]
-        if changed and name not in ("reward", "callbacks"):
-            raise ValueError(f"{changed[0]}: {name} is given as an object, too; choose one of the two")
+        else:
+            result.replace(name, value)
+    keys = {word.lstrip("+").partition("=")[0] for word in result.overrides}
+    for word in overrides:
+        key = re.split("[=@]", word.lstrip("+~"))[0]
+        place = next((name for name in result.objects if f"{key}.".startswith(f"{name}.")), "")
+        argument = key.removeprefix(f"{place}.").partition(".")[0] if place.endswith(".function") else "_"
+        if key in keys or (place and (key == place or argument.startswith("_"))):
+            raise ValueError(f"{word}: {place or key} is given as an object, too; choose one of the two")
+        if place and argument not in arguments(result.objects[place], {argument: None})[1]:
+            raise ValueError(f"{word}: the function takes no {argument}, or has it bound")
     return result
 
 
-_ELSEWHERE = {
-    **dict.fromkeys(("reward_fn", "reward_funcs", "reward_function", "rewards", "reward_model"), "reward=FUNCTION"),
-    **dict.fromkeys(("tokenizer", "processing_class"), "policy=(MODEL, TOKENIZER)"),
-    **dict.fromkeys(("model", "policy_model", "actor"), "policy=MODEL, or policy=(MODEL, TOKENIZER)"),
-    **dict.fromkeys(("ref_model", "ref_policy", "reference_model"), "reference=MODEL"),
-    **dict.fromkeys(("dataset", "train_dataset", "prompts"), "data=ROWS"),
-    **dict.fromkeys(("eval_dataset", "validation"), "data={'train': ROWS, 'validation': ROWS}"),
-    **dict.fromkeys(("lr_scheduler", "scheduler"), "schedule=FUNCTION"),
-    **dict.fromkeys(("args", "config"), "texts, one for each setting"),
-}
-"""What other programs call a part -> what `compose` takes for it."""
-
-
 def _unknown_part(name: str, value: Any) -> str:
-    if name in _ELSEWHERE:
-        return f"{name}: no such part; compose({_ELSEWHERE[name]})"
+    if argument := aliases()["python"].get(name):
+        return f"{name}: no such part; compose({argument})"
     text = f"{name}={quote_value(str(value))}"
     if ours := translate_key(name, quote_value(str(value))):
         return f"{text}: {ours}, as a text: compose('KEY=VALUE')"
@@ -196,22 +199,10 @@ def _mistake(name: str, value: Any, needed: str) -> ValueError:
     return ValueError(f"{name}={value!r:.80}: needs {needed}")
 
 
-def _rows(rows: Any) -> Any:
-    """Rows by index; those of a table of pandas as mappings."""
-    if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
-        return rows.to_dict("records")
-    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and not hasattr(rows, "__iter__"):
-        return [rows[index] for index in range(len(rows))]  # such as a torch Dataset
-    if rows is None or (hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str)):
-        return rows
-    take = "list(data.take(1000))" if hasattr(rows, "take") else "list(itertools.islice(data, 1000))"
-    raise _mistake("data", rows, f"rows by index; of a stream, take some: {take}")
-
-
 def _by_name(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
-    listed = value if isinstance(value, list | tuple) else [value]
+    listed = [] if value is None or value is False else value if isinstance(value, list | tuple) else [value]
     return {f"{type(item).__name__.lower()}_{number}": item for number, item in enumerate(listed)}
 
 
@@ -223,16 +214,10 @@ def placeholder(name: str, value: Any, node: Any) -> Any:
         value: The object.
         node: The part's settings as composed.
     """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+    if value is None:
+        return None
     kept: Any = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_dict(node) else {}
     values = {key: getattr(value, key, None) for key in kept if not key.startswith("_")}
-    plain = {key: one for key, one in values.items() if _is_setting(one)}
+    unfit = re.compile(r"\$\{|^(nan|-?inf)$")  # what settings would resolve, or refuse
+    plain = {k: v for k, v in values.items() if isinstance(v, bool | int | float | str) and not unfit.search(str(v))}
     return {**kept, **plain, "_target_": LIVE, "_partial_": False, "_recursive_": False, "name": name}
-
-
-def _is_setting(value: Any) -> bool:
-    """Whether a value means the same as a setting: a text with ${ would be resolved."""
-    if isinstance(value, str):
-        return "${" not in value
-    return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,9 @@ from grpo_lightning.advantage import leave_one_out
 from grpo_lightning.composition import continued_overrides
 from grpo_lightning.config import ConfigError
 from grpo_lightning.data import PromptData
-from grpo_lightning.object_overrides import _rows
+from grpo_lightning.data.files import indexed_rows
+from grpo_lightning.loss import token_mean
+from grpo_lightning.object_overrides import _METHODS
 from grpo_lightning.policy.generic import GenericPolicy
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
@@ -120,6 +123,32 @@ def test_a_run_of_objects_writes_what_the_command_line_does(tmp_path):
     assert not (tmp_path / "tensorboard").exists()
 
 
+def test_arguments_of_a_function_reach_it_or_are_refused(tmp_path):
+    def scaled(completions, factor=1.0, **columns):
+        return [factor] * len(completions)
+
+    more = {"run_dir": tmp_path, "data": ROWS}
+    word = "+reward.scaled.function.factor=3"
+    run = grpo.compose(*SMALL, word, reward=scaled, **more)
+    assert run.module.train_step(["one", "two"])["reward/scaled"] == 3.0
+    with pytest.raises(ConfigError, match=rf"{re.escape(word)} adds an argument"):
+        grpo.compose(*SMALL, word[1:], reward=scaled, **more)
+    with pytest.raises(ValueError, match=r"\+reward.low.function.factor=3: the function takes no factor"):
+        grpo.compose(*SMALL, word.replace("scaled", "low"), reward=low, **more)
+
+
+def improved(log_ratio, advantages, mask):
+    """A surrogate of one's own."""
+    return 2 * log_ratio.exp() * advantages, torch.zeros_like(mask)
+
+
+def test_a_function_is_the_surrogate_of_the_loss_that_settings_have(tmp_path):
+    run = grpo.compose(*SMALL, "loss=dapo", loss=improved, reward=letters, data=ROWS, run_dir=tmp_path)
+    assert run.module.loss.surrogate is improved
+    assert run.module.loss.weights.func is token_mean
+    assert run.module.train_step(["one", "two"])["policy/clip_fraction"] == 0.0
+
+
 def test_rewards_stand_beside_those_that_are_named_only(tmp_path):
     words = ("reward=[format]", "reward.letters.weight=0.5")
     rewards = grpo.compose(
@@ -205,9 +234,15 @@ def test_what_cannot_be_a_part_is_refused():
         ({"reward": {"a b": letters}}, r"reward\['a b'\]: a name needs to be like that of a variable"),
         ({"data": 7}, "data=7: needs rows"),
         ({"data": {"prompt": ["a", "b"]}}, "data=.*: needs rows, a data set, a path, a PromptData"),
-        ({"loss": "dapo"}, "loss='dapo': needs an object; settings are texts, such as 'loss=NAME'"),
-        ({"trainer": {"max_epochs": 3}}, "trainer=.*: needs an object"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"(?s)optimizer=SGD.*: needs a function, such as functools"),
+        ({"loss": "dapo"}, "loss='dapo': needs a function .*, as in conf/loss; settings .* 'loss=NAME'"),
+        *(({name: 3.0}, f"{name}=3.0: needs .*'{name}=NAME'") for name in _METHODS),
+        ({"trainer": {"max_epochs": 3}}, "trainer=.*: needs an object with the method fit"),
+        ({"callbacks": [Callback]}, "callbacks.type_0=.*: needs an object of one of Lightning's callbacks"),
+        ({"logger": ["csv", 3]}, "logger.int_1=3: needs an object of one of Lightning's callbacks or loggers"),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(1)])},
+            r"(?s)optimizer=SGD.*: needs a function or functools",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             grpo.compose(*SMALL, **parts)
@@ -219,8 +254,15 @@ def test_what_cannot_be_a_part_is_refused():
         ("data=gsm8k", {"data": ROWS}),
         ("data.task=gcd", {"data": PromptData.__new__(PromptData)}),
         ("reference=none", {"reference": Model()}),
+        ("data.path=b.csv", {"data": "a.csv"}),
+        ("policy.path=gpt2", {"policy": "some/model"}),
+        ("data.train=null", {"data": ROWS}),
+        ("reward.letters.function._target_=a.b", {"reward": letters}),
+        ("+reward.letters.weight=0.5", {"reward": {"letters": RewardSpec(letters, 2.0)}}),
+        ("+callbacks.mine.every=3", {"callbacks": {"mine": Callback()}}),
+        ("loss.surrogate.epsilon_low=0.1", {"loss": improved}),
     ):
-        with pytest.raises(ValueError, match=f"{word}: .* is given as an object, too; choose one of the two"):
+        with pytest.raises(ValueError, match=f"{re.escape(word)}: .* is given as an object, too; choose one of the"):
             grpo.compose(word, **parts)
     with pytest.raises(ConfigError, match="steps=-1"):
         grpo.compose("steps=-1", reward=letters, data=ROWS)
@@ -336,4 +378,4 @@ def test_a_torch_dataset_is_read_up_to_its_length():
         def __getitem__(self, index):  # without an IndexError, so that iterating would never end
             return {"prompt": "What is 1 + 1?", "answer": str(index)}
 
-    assert [row["answer"] for row in _rows(Questions())] == ["0", "1"]
+    assert [row["answer"] for row in indexed_rows(Questions())] == ["0", "1"]

@@ -27,6 +27,7 @@ NEEDS = {
     "reference=adapter_off": ["policy.adapter={r: 4}"],
     "data=jsonl": ["data.path=some.jsonl"],
     "data=hub": ["data.path=some/data"],
+    "data=custom": ["data.train._target_=tests.support.rewards.questions"],
     "data=inline": ["data.train.prompts=[a,b]", "data.prompts_per_step=1"],
     "reward=[custom]": ["reward.custom.function._target_=tests.support.rewards.vowels"],
     "reward=[custom_per_completion]": [

@@ -50,6 +50,7 @@ def test_values_of_a_wrong_type_or_out_of_range():
             "steps=2.5": "steps=2.5: must be an integer >= 0",
             "seed=4294967296": "seed=4294967296: must be an integer from 0 to 4294967295",
             "mode=train": "mode=train: must be one of fit, validate, export",
+            "validation.stop=['\\n']": "in bash $'rollout.stop=[\"\\n\"]'",
             "validation.stop=[a,7]": "validation.stop=['a', 7]: must be a list of texts",
             "data.max_prompt_length=0": "data.max_prompt_length=0: must be an integer >= 1 or null",
             "module.ppo_epochs=null": "module.ppo_epochs=null: must be an integer >= 1",
@@ -235,6 +236,10 @@ EXPLAINED = {
     "rollout.groupsize=3": "rollout.groupsize=3: unknown; the nearest is rollout.group_size=3",
     "environment.max_turns=3": "environment.max_turns=3: needs environment=calculator or environment=",
     "data=my.jsonl": "data=my.jsonl: use data=jsonl data.path=my.jsonl for a",
+    "data=my.csv": "data=my.csv: use data=jsonl data.path=my.csv for a",
+    "data=my_data.rows": "data=my_data.rows: use data=custom data.train._target_=my_data.rows",
+    "warmup_ratio=0.1": "warmup_ratio=0.1: use schedule.warmup_steps, which counts steps",
+    "optimizer.warmup_ratio=0.1": "use schedule.warmup_steps, which counts steps",
     "data=openai/math": "data=openai/math: use data=hub data.path=openai/math",
     "reward=[accuracy,my.own.short]": "use reward=[…,custom] reward.custom.function._target_=my.own.short for",
     "epochs=3": "epochs=3: use steps, which counts rollouts",
@@ -259,14 +264,17 @@ def test_an_override_that_cannot_be_applied_is_explained():
         assert "hydra.cc" not in said, override
     for word, told in (
         ("stepps=3", "unknown; the nearest is steps=3"),
-        ("tags=[größe]", "letters other .* need quotes"),
+        ("tags=[größe]", r'tags=\["größe"\]'),
+        ("task_name=my (run)", "'task_name=\"my \\(run\\)\"'"),
+        ("validation=null", "validation.every=1000000 data.validation_size=1"),
+        ("sampler=null", "sampler=null: choose one of own"),
     ):
         with pytest.raises(ConfigError, match=told):
             grpo.compose(word)
 
 
 def test_what_others_call_a_setting_leads_to_one_that_exists():
-    same, similar = aliases().values()
+    same, similar, _ = aliases().values()
     assert set(same.values()) <= known_keys(CONF)
     assert not same.keys() & similar.keys()
     # the tables and configs of the documents that users come from: a guide, a tutorial, a derivation, a notebook, rlox
@@ -320,6 +328,7 @@ def test_suggestions_compose_when_they_are_followed():
         *("algorithm=grop", "data=my.jsonl", "data=openai/gsm8k", "policy=Qwen/Qwen3-0.6B"),
         *("optimizer.eps=1e-6", "trainer.benchmark=true"),
         *("reward=[accuracy,formt]", "reward=[accuracy,my.short]", "optimizer.learning_rate=1e-5", "seeed=1"),
+        *("policy.adapter.r=4", "reward.format.function.k=3", "model.attn_implementation=eager"),
         *("rollout.max_tokens=3", "profiler=simple", "+num_generations=4", "environment.max_turns=3"),
     ):
         with pytest.raises(ConfigError) as error:
@@ -333,5 +342,11 @@ def test_suggestions_compose_when_they_are_followed():
         part, _, value = mistake.partition("=")
         first = {word.partition("=")[0]: word.strip(";,") for word in reversed(followed)}
         composed(*([f"{part}={re.sub('formt|grop', choice[1], value)}"] if choice else first.values()))
+    words = ("data=jsonl", "data.columns.answer=solution")
+    with pytest.raises(ConfigError, match=r" \+data.columns.answer=solution adds"):
+        composed(*words)
+    assert composed(words[0], f"+{words[1]}")["data"]["columns"] == {"answer": "solution"}
+    assert composed('rollout.stop=["\n","\\nabla"]')["rollout"]["stop"] == ["\n", "\\nabla"]
+    assert grpo.compose("environment=null", "correction=null").config["environment"] is None
     with pytest.raises(ConfigError, match="data.shuffle=false: unknown; .* prints the keys$"):
         composed("data.shuffle=false")

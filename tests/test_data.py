@@ -130,6 +130,10 @@ def test_a_malformed_row_is_named_by_file_line_and_column(tmp_path):
             {"question": "q"},
             r"line 3, column 'prompt': missing; .*: set data.prompt_column=question \(or, .*data.map_row",
         ),
+        (
+            {"Old Question": "", "Question": "q"},
+            r"line 3, .*: missing; .* data.prompt_column=Question \(",
+        ),
         ({**good, "prompt": " \n"}, r"line 3, column 'prompt': expected text or a list of chat messages, not empty"),
         ({**good, "prompt": None}, r"line 3, column 'prompt': expected text .*, got None"),
         (
@@ -177,11 +181,13 @@ def test_files_of_other_kinds_are_the_same_rows(tmp_path):
     (tmp_path / "d.csv").write_text('prompt; answer; level\n"a, b"; 21; 1\nc; 1.50; \n')  # as some spreadsheets write
     (tmp_path / "d.jsonl").write_text(json.dumps(rows, indent=1))
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "c.json").write_text(json.dumps({"data": rows}, indent=1))
+    (tmp_path / "two.json").write_text(json.dumps({"train": rows, "test": rows}))
     write(tmp_path / "b.json", *rows)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     (tmp_path / "c.csv.gz").write_bytes(gzip.compress(text.encode()))
     expected = [(row.pop("prompt"), row) for row in rows]
-    for name in ("a.csv", "a.tsv", "a.json", "b.json", "a.jsonl.gz", "c.csv.gz", "d.csv", "d.jsonl"):
+    for name in ("a.csv", "a.tsv", "a.json", "b.json", "c.json", "a.jsonl.gz", "c.csv.gz", "d.csv", "d.jsonl"):
         assert rows_of(JsonLines(str(tmp_path / name))) == expected, name
     assert JsonLines(str(tmp_path / "a.csv")).origin(1) == f"{tmp_path}/a.csv, row 2"
     assert rows_of(Hub(str(tmp_path / "a.csv"), "train", columns={"prompt": "prompt", "level": "level"})) == [
@@ -201,6 +207,7 @@ def test_files_of_other_kinds_are_the_same_rows(tmp_path):
         ("empty.csv", r"empty.csv: there is no row"),
         ("long.csv", r"long.csv: field larger than field limit .*; JSON lines or parquet hold any text"),
         ("gbk.csv", r"gbk.csv: not in UTF-8 \(.* in position 12: .*\); save the file in that encoding"),
+        ("two.json", r"two.json, which may hold one list, train: no JSON"),
         ("gbk.jsonl", r"gbk.jsonl, line 1: not in UTF-8 "),
         ("a.txt", r"data.path=.*a.txt: expected a file ending in .jsonl, .*; data=hub data.path=.*a.txt reads folders"),
     ]:
@@ -240,6 +247,8 @@ def test_what_a_row_lacks_is_none_and_fields_in_columns_have_dotted_names(tmp_pa
     ]
     columns = {"prompt": "prompt", "answer": "reward_model.ground_truth"}
     assert rows_of(JsonLines(path, columns=columns)) == [(hi, {"answer": "1"}), ("p", {"answer": None})]
+    named = {"prompt_column": "tests", "columns": {"answer": "answer"}}  # the prompt's own column stays
+    assert JsonLines(write(tmp_path / "c.jsonl", {"tests": "t", "answer": 1}), **named)[0] == ("t", {"answer": 1})
     with pytest.raises(
         ValueError, match=r"data.columns: no row of .* has reward_model.truth; there are prompt, .*map_row"
     ):
@@ -527,6 +536,14 @@ def test_defaults_fall_to_what_prompts_and_context_allow(tmp_path, caplog):
     for word in ("data.prompts_per_step=16", "rollout.max_new_tokens=512"):
         with pytest.raises(ValueError, match=word):
             _ = grpo.compose(*words, word, run_dir=tmp_path / "other").module
+
+
+def test_rows_of_ones_own_code_are_named_on_the_command_line(tmp_path):
+    words = ["data=custom", "data.train._target_=tests.support.rewards.questions", "+data.train.size=6"]
+    words += ["+data.validation._target_=tests.support.rewards.questions", "reward=[exact]"]
+    data = grpo.compose(*TASK, *words, run_dir=tmp_path).data
+    assert [len(data.train), data.train[5]] == [6, ("Spell 5", {"answer": "5"})]
+    assert len(data.validation) == 4  # of 8, by data.validation_size
 
 
 def test_validation_needs_no_training_prompts(tmp_path):

@@ -44,6 +44,7 @@ def test_every_command_composes(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def short(completions, **columns):\n    return [1.0] * len(completions)\n")
     game = "def guess(turns, number):\n    return 0.0\n\n\ndef guess_played(number):\n    yield\n"
     (tmp_path / "my_game.py").write_text(game)
+    (tmp_path / "my_data.py").write_text("def questions(size):\n    return ['a'] * size\n")
     (tmp_path / "my_judge.py").write_text("async def tidy(completion):\n    return 1.0\n")
     (tmp_path / "my_tools.py").write_text("def weather(city: str) -> dict:\n    return {}\n")
     monkeypatch.chdir(tmp_path)

@@ -118,6 +118,8 @@ def messages_problem(messages: Sequence[Mapping[str, str]]) -> str | None:
     return None if len(messages) % 2 else "it does not end with a message of the assistant"
 
 
+_ESCAPE = re.compile(r"\\[nrt](?![a-z])")
+"""A line break or tab that Hydra has left as it was typed; \\nabla is LaTeX."""
 _FINITE = number(lambda _: True, "a finite number")
 _NOT_NEGATIVE = number(lambda v: v >= 0, "a number >= 0")
 _POSITIVE = number(lambda v: v > 0, "a number > 0")
@@ -200,8 +202,9 @@ RULES: dict[str, Rule] = {
     **{f"environment.{name}": rule for name, rule in ENVIRONMENT.items()},
     **_each(
         Rule(
-            lambda v: isinstance(v, list) and all(isinstance(text, str) and text for text in v),
-            'a list of texts that are not empty, quoted if they are numbers: rollout.stop=["7"]',
+            lambda v: isinstance(v, list) and all(isinstance(t, str) and t and not _ESCAPE.search(t) for t in v),
+            'a list of texts that are not empty, with numbers in quotes, rollout.stop=["7"], and line breaks as such: '
+            "in bash $'rollout.stop=[\"\\n\"]'",
         ),
         "rollout.stop",
     ),

@@ -18,6 +18,7 @@ _UNKNOWN = re.compile(r"Could not override '([^']*)'")
 _NO_CHOICE = re.compile(r"Could not (?:find|load) '([^']*)'")
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
+_FILES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".gz")
 _INHERITED_ONLY = {"base", "taught"}
 """Files of conf/ that others inherit from, which are no choices."""
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name", "hydra.verbose")
@@ -113,13 +114,13 @@ def quote_value(value: str) -> str:
     return "'" + re.sub(r"(\\+)\Z", r"\1\1", escaped) + "'"
 
 
-def normalize_overrides(words: Sequence[str]) -> list[str]:
+def normalize_overrides(words: Sequence[str], conf: Path) -> list[str]:
     """Overrides as Hydra reads them: logger=false is none, and texts with other letters than ASCII's are quoted."""
 
     def normal(word: str) -> str:
         key, sign, value = word.partition("=")
-        if word in ("logger=false", "logger=null", "logger=[]"):
-            return "logger=none"
+        if value in ("null", "false") and (conf / key).is_dir() and key not in ("experiment", "sweep", "debug"):
+            return f"{key}=none" if (conf / key / "none.yaml").exists() else f'{key}="{value}"'  # which is explained
         is_text = sign and not value.isascii() and value[0] not in "'\"[{" and not {"$", ","} & {*value}
         return f"{key}={quote_value(value)}" if is_text else word
 
@@ -146,16 +147,16 @@ def nearest_key(key: str, known: Collection[str]) -> str | None:
 
 @cache
 def aliases() -> dict[str, dict[str, str]]:
-    """``same`` and ``similar`` of aliases.yaml: another project's name of a setting -> its name here."""
+    """``same``, ``similar`` and ``python`` of aliases.yaml: another project's name of a setting -> its name here."""
     page: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("aliases.yaml").read_text("utf-8"))
     return page
 
 
 def translate_key(key: str, value: str | None = None) -> str | None:
     """What a setting of TRL, verl and others is called here, as the end of a sentence; None if it is none."""
-    same, similar = aliases().values()
+    same, similar, _ = aliases().values()
     last = key.rpartition(".")[2]
-    foreign = [last] if same.get(last, "").rpartition(".")[2] != last else []  # rollout.top_p is a word of both
+    foreign = [last] if same.get(last) != key else []  # rollout.top_p is a word of both
     for name in (key, key.removeprefix("actor_rollout_ref."), *foreign):
         if ours := same.get(name):
             return f"is called {ours if value is None else shlex.quote(f'{ours}={value}')} here"
@@ -212,32 +213,37 @@ def explain_compose_error(error: Exception, conf: Path, words: Sequence[str] = (
     if (match := _NO_CHOICE.search(text)) and not match[1].startswith("hydra/"):
         return single_line(_no_choice(match[1].strip(), conf, words))
     if (match := _UNKNOWN.search(text)) and match[1] in typed:
-        return single_line(_unknown(typed[match[1]], conf))
+        return single_line(_unknown(typed[match[1]], conf, words))
     if match := _FULL_KEY.search(text):
         is_missing = type(error).__name__ == "MissingMandatoryValue"
-        return single_line(
-            f"{match[1]}: {f'has no value; set {match[1]}=VALUE' if is_missing else text.splitlines()[0]}"
-        )
-    if "override" in text and (word := next((word for word in words if not word.isascii() and word in text), None)):
-        return single_line(
-            f"{word}: letters other than ASCII's need quotes, such as 'KEY=\"VALUE\"' and 'KEY=[\"VALUE\"]'"
-        )
+        problem = f"has no value; set {match[1]}=VALUE" if is_missing else text.splitlines()[0]
+        return single_line(f"{match[1]}: {problem}")
+    if word := getattr(error, "override", ""):  # Hydra cannot parse it
+        key, _, value = word.partition("=")
+        texts = [item.strip(" '\"") for item in value[1:-1].split(",")]
+        quoted = format_override(key, texts if value[:1] == "[" else value)
+        return single_line(f"{word}: such a text needs quotes inside those of the shell: {quoted}")
     lines = [*text.splitlines(), *str(error.__cause__ or "").splitlines()[:1]]
     return single_line("; ".join(line.strip() for line in lines if line.strip() and "hydra.cc" not in line))
 
 
-def _unknown(override: str, conf: Path) -> str:
+def _unknown(override: str, conf: Path, words: Sequence[str]) -> str:
     key, sign, value = override.partition("=")
     groups = [path.name for path in conf.iterdir() if path.is_dir()]
     if not set("./") & set(key) and not translate_key(key) and (group := nearest(key, groups, cutoff=0.7)):
         choice = shlex.quote(f"{group}={value}") if value else f"{group}=NAME"
         return f"{override}: unknown; the nearest is {choice}, a part"
-    part = key.partition(".")[0]
-    if having := [name for name in _choices(conf, part) if key in _keys_of(conf / part / f"{name}.yaml")]:
+    part, (above, _, last) = key.partition(".")[0], key.rpartition(".")
+    keys = {name: _keys_of(conf / part / f"{name}.yaml") for name in _choices(conf, part)}
+    having, chosen = [name for name in keys if key in keys[name]], [name for name in keys if f"{part}={name}" in words]
+    if (chosen or not having) and any(above in keys[name] for name in chosen or keys):
+        return f"{override}: unknown; {shlex.quote(f'+{override}')} adds a key to {above}"
+    if having:
         return f"{override}: needs {' or '.join(f'{part}={name}' for name in having)}"
     beside = [name.rpartition(".")[2] for name in known_keys(conf) if name.startswith(f"{part}.")]
-    if part in ("trainer", "optimizer") and not (translate_key(key) or nearest(key.rpartition(".")[2], beside)):
-        return f"{override}: unknown; {shlex.quote(f'+{override}')} adds an argument of {part}._target_"
+    takes_more = part in ("trainer", "optimizer") or above.endswith(".function")
+    if takes_more and not (translate_key(key) or nearest(last, beside)):
+        return f"{override}: unknown; {shlex.quote(f'+{override}')} adds an argument of {above}._target_"
     return unknown_key(key, value if sign else None, [*known_keys(conf), *_HYDRA_KEYS]) or (
         f"{override}: unknown; `{command_name()} --cfg job` prints the keys"
     )
@@ -249,8 +255,12 @@ def _no_choice(path: str, conf: Path, words: Sequence[str]) -> str:
     choice = f"reward=[…,{name}]" if group == "reward" else f"{group}={name}"
     if group == "policy" and "/" in name and choice in words:  # otherwise a file may have chosen it
         return f"{choice}: use policy=hf {format_override('policy.path', name)} for a model of the hub or a directory"
+    if path == "validation/null":
+        return f"{choice}: use validation.every=1000000 data.validation_size=1 for next to no validation"
     if group == "data" and choice in words and ("/" in name or "." in name):
-        kind = "jsonl" if name.endswith((".jsonl", ".parquet")) else "hub"
+        kind = "jsonl" if name.endswith(_FILES) else "hub"
+        if kind == "hub" and _FUNCTION.fullmatch(name):
+            return f"{choice}: use data=custom {format_override('data.train._target_', name)} for rows of your own code"
         return f"{choice}: use data={kind} {format_override('data.path', name)} for a data set of your own or the hub's"
     if group == "reward" and _FUNCTION.fullmatch(name):
         function = format_override("reward.custom.function._target_", name)

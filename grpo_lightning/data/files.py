@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from grpo_lightning.config.rules import local_or_hub
+from grpo_lightning.config.settings import format_override
 from grpo_lightning.console import single_line
 from grpo_lightning.data.datamodule import PromptData, Row, Source
 from grpo_lightning.types import Prompt
@@ -25,8 +26,9 @@ _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves behind
 _RESERVED = ("prompts", "completions", "completion_ids", "self")  # arguments of reward functions and methods
 _MIN_HOLD_OUT = 5  # rows; of fewer in memory all serve for training and validation
-_LIKELY = ("question", "problem", "instruction", "query", "messages", "conversations", "text", "input")
+_LIKELY = ("prompt", "question", "problem", "instruction", "query", "messages", "conversations", "text", "input")
 """What other data sets call the column of the prompt."""
+_ONE_LIST = re.compile(rb'\{\s*"(\w+)"\s*:\s*(\[\s*\{.*\}\s*\])\s*\}\s*', re.DOTALL)  # {"data": [{…}, …]}
 _UNSEEN = ("image", "images", "video", "videos", "audio", "tools", "chat_template_kwargs")
 """Columns that other trainers show to the model."""
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""")
@@ -105,7 +107,8 @@ class Rows:
                 raise ValueError(f"{place}: data.filter or data.map_row: {error!r}") from error
             known.update(dict.fromkeys(row))
             if columns:
-                row = {new: found[0] for new, old in columns.items() if (found := _field(row, old))}
+                selected = {prompt_column: prompt_column, **columns}
+                row = {new: found[0] for new, old in selected.items() if (found := _field(row, old))}
             kept.append((place, {name: None if _is_missing(value) else value for name, value in row.items()}))
         if not kept:
             raise ValueError(f"{source}: there is no row")
@@ -124,7 +127,12 @@ class Rows:
         self._rows: list[Row] = []
         for place, row in kept:
             if prompt_column not in row:
-                raise ValueError(f"{place}, {_no_prompt(prompt_column, list(row))}")
+                likely = (name for word in _LIKELY for name in known if name.lower() == word and name != prompt_column)
+                raise ValueError(
+                    f"{place}, column {prompt_column!r}: missing; the columns are {sorted(known)}: set "
+                    f"{format_override('data.prompt_column', next(likely, 'NAME'))} (or, with jsonl and hub, "
+                    "data.map_row to a function that makes a row with a prompt of each)"
+                )
             prompt = check_prompt(row[prompt_column], f"{place}, column {prompt_column!r}")
             self._rows.append((prompt, {name: row.get(name) for name in names}))
 
@@ -150,15 +158,6 @@ def _field(row: Mapping[str, Any], name: str) -> list[Any]:
 def _is_missing(value: Any) -> bool:
     """Whether a value is NaN, or what pandas has for it."""
     return (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType")
-
-
-def _no_prompt(column: str, names: Sequence[str]) -> str:
-    """What to say of a row without a prompt."""
-    likely = next((name for name in _LIKELY if name in names), "NAME")
-    return (
-        f"column {column!r}: missing; the columns are {sorted(names)}: set data.prompt_column={likely} (or, "
-        "with jsonl and hub, data.map_row to a function that makes a row with a prompt of each)"
-    )
 
 
 class JsonLines(Rows):
@@ -206,8 +205,11 @@ def _read(path: Path) -> list[Placed]:
         content = file.read()
     if suffix in _TABLES:
         return _number_rows(path, "row", _table(_text(content, str(path)), _TABLES[suffix], path))
-    if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        items = _json(content, str(path))
+    document, name = content.lstrip(b"\xef\xbb\xbf \t\r\n"), str(path)
+    if suffix == ".json" and (outer := _ONE_LIST.fullmatch(document)) and outer[1].decode().lower() not in _LIKELY:
+        document, name = outer[2], f"{path}, which may hold one list, {outer[1].decode()}"
+    if document.startswith(b"["):
+        items = _json(document, name)
         return [(place, _object(item, place)) for place, item in _number_rows(path, "item", items)]
     lines = _number_rows(path, "line", content.split(b"\n"))  # bytes, as only a newline ends a line of JSON
     return [(place, _object(_json(line, place), place)) for place, line in lines if line.strip()]
@@ -389,21 +391,28 @@ def hub_prompts(
     **settings: Any,
 ) -> PromptData:
     """Data module of a `Hub` data set."""
-    selection: dict[str, Any] = {
-        "prompt_column": prompt_column,
-        "columns": columns,
-        "filter": filter,
-        "map_row": map_row,
-    }
-    return data_module(partial(Hub, path, name=name, revision=revision, **selection), split, validation_split, settings)
+    source = partial(Hub, prompt_column=prompt_column, columns=columns, filter=filter, map_row=map_row)
+    return data_module(partial(source, path, name=name, revision=revision), split, validation_split, settings)
+
+
+def indexed_rows(rows: Any) -> Any:
+    """Rows by index; those of a table of pandas as mappings."""
+    if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
+        return rows.to_dict("records")
+    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and not hasattr(rows, "__iter__"):
+        return [rows[index] for index in range(len(rows))]  # such as a torch Dataset
+    if rows is None or (hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str)):
+        return rows
+    take = "list(data.take(1000))" if hasattr(rows, "take") else "list(itertools.islice(data, 1000))"
+    raise ValueError(f"data={rows!r:.80}: needs rows by index; of a stream, take some: {take}")
 
 
 def memory_prompts(*, train: Any, validation: Any, prompt_column: str, **settings: Any) -> PromptData:
     """Data module of rows in memory; without ``validation`` some are held out, or all of them where they are few."""
-    rows = None if train is None else Inline(train, "data", prompt_column)
+    rows = None if train is None else Inline(indexed_rows(train), "data", prompt_column)
     held_out: Source | None = None
     if validation is not None:
-        held_out = Inline(validation, "data, validation", prompt_column)
+        held_out = Inline(indexed_rows(validation), "data, validation", prompt_column)
     elif rows is not None:
         size = min(settings["validation_size"], len(rows) // 5)
         few = len(rows) < _MIN_HOLD_OUT or len(rows) - size < settings["prompts_per_step"]

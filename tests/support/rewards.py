@@ -92,3 +92,8 @@ def as_steps(completions):
 
 def exits(completions):
     sys.exit("\x1b[2Jno more rewards")
+
+
+def questions(size: int = 8) -> list[dict[str, str]]:
+    """Rows for data=custom."""
+    return [{"prompt": f"Spell {number}", "answer": str(number)} for number in range(size)]
