@@ -95,8 +95,7 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         for name in given.replaced:
             node = placeholder(name, given.objects[name], OmegaConf.select(cfg, name))
             OmegaConf.update(cfg, name, node, merge=False)
-        unused = "loss" not in given.replaced and not (cfg.loss.kl_coef or cfg.rollout.get("kl_penalty"))
-        if "reference" in parts and unused:
+        if "reference" in parts and not ("loss" in given.replaced or cfg.loss.kl_coef or cfg.rollout.get("kl_penalty")):
             log.warning("reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0")
         if "loss" in given.replaced and (cfg.correction or {}).get("_target_") != "grpo_lightning.loss.no_correction":
             log.warning("correction is chosen, and not used: the loss that is given has its own, or none")
@@ -365,8 +364,7 @@ def _literal(text: str) -> str:
 
 def to_dict(node: DictConfig) -> dict[str, Any]:
     """Settings as a mapping, unresolved."""
-    found: Any = OmegaConf.to_container(node, resolve=False)
-    return found  # type: ignore[no-any-return]
+    return OmegaConf.to_container(node, resolve=False)  # type: ignore[return-value]
 
 
 def _select(cfg: DictConfig, key: str, *, throw_on_missing: bool = False) -> Any:

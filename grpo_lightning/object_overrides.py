@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning import Callback
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch import Callback, loggers
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -53,7 +52,7 @@ class ObjectOverrides:
 
     def add(self, key: str, value: Any) -> None:
         """Add an object under a new key of a part."""
-        if not isinstance(value, RewardSpec | Callback | Logger):
+        if not isinstance(value, RewardSpec | Callback | loggers.Logger):
             raise _mistake(key, value, "an object of one of Lightning's callbacks or loggers")
         self.overrides.append(f"+{key}={{_target_: {LIVE}, name: {key}}}")
         self.objects[key] = value
@@ -121,8 +120,9 @@ class ObjectOverrides:
         else:
             named = dict(value) if isinstance(value, Mapping) else {"train": value}
             if not named.keys() & _SPLITS or (type(value) is dict and named.keys() - _SPLITS):
-                forms = "rows, a data set, a path, a PromptData, or a mapping with train and validation (or test)"
-                raise _mistake("data", value, forms)
+                raise _mistake(
+                    "data", value, "rows, a data set, a path, a PromptData, or {'train': ROWS, 'test': ROWS}"
+                )
             self.overrides.append("data=rows")
             self.objects["data.train"] = indexed_rows(named.get("train"))
             self.objects["data.validation"] = indexed_rows(named.get("validation", named.get("test")))
@@ -145,10 +145,10 @@ class ObjectOverrides:
 
     def logger(self, value: Any) -> None:
         """Lightning's loggers and names of conf/logger, in place of those of the settings; False: none."""
-        loggers = _by_name(value)
-        self.overrides.append(f"logger=[{','.join(name for name in loggers.values() if isinstance(name, str))}]")
-        for name in (name for name, logger in loggers.items() if not isinstance(logger, str)):
-            self.add(f"logger.{name}", loggers[name])
+        named = _by_name(value)
+        self.overrides.append(f"logger=[{','.join(name for name in named.values() if isinstance(name, str))}]")
+        for name in (name for name, logger in named.items() if not isinstance(logger, str)):
+            self.add(f"logger.{name}", named[name])
 
 
 def object_overrides(parts: Mapping[str, Any], overrides: Sequence[str]) -> ObjectOverrides:
@@ -161,9 +161,8 @@ def object_overrides(parts: Mapping[str, Any], overrides: Sequence[str]) -> Obje
     Raises:
         ValueError: There is no such part, an object cannot be one, or an override changes what an object replaces.
     """
-    for word in overrides:
-        if not isinstance(word, str):
-            raise ValueError(f"{word!r:.80}: an override needs to be a text, such as 'steps=20'")
+    if wrong := [word for word in overrides if not isinstance(word, str)]:
+        raise ValueError(f"{wrong[0]!r:.80}: an override needs to be a text, such as 'steps=20'")
     if unknown := sorted(parts.keys() - {*_PARTS}):
         raise ValueError("\n".join(_unknown_part(name, parts[name]) for name in unknown))
     result = ObjectOverrides()

@@ -226,10 +226,7 @@ def test_a_score_stands_at_the_end_of_its_step_its_turn_or_the_last_turn():
 
 
 def test_scores_enter_clipped_and_are_logged_as_they_are():
-    rewards = {
-        "right": RewardSpec(starts_with_r, 1.0),
-        "length": RewardSpec(lengths, 10.0, clip=[0.0, 2.0]),
-    }
+    rewards = {"right": RewardSpec(starts_with_r, 1.0), "length": RewardSpec(lengths, 10.0, clip=[0.0, 2.0])}
     found = collect(["rrrr ww"], rewards=rewards)
     assert found.scored.rewards["length"].tolist() == [4.0, 2.0]
     assert found.scored.scores.tolist() == [[1.0, 2.0], [0.0, 2.0]]

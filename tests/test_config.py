@@ -8,12 +8,7 @@ import pytest
 import torch
 
 import grpo_lightning as grpo
-from grpo_lightning.config import (
-    ConfigError,
-    check_config,
-    check_runtime,
-    describe_sizes,
-)
+from grpo_lightning.config import ConfigError, check_config, check_runtime, describe_sizes
 from grpo_lightning.config.settings import aliases, known_keys, translate_key
 from grpo_lightning.config.targets import import_target
 from tests.support.composed import CONF, composed
@@ -46,8 +41,6 @@ def test_values_of_a_wrong_type_or_out_of_range():
     check_rows(
         {
             "optimizer.lr=nan": "optimizer.lr=nan: must be a number >= 0",
-            "optimizer.lr=fast": "optimizer.lr=fast: must be a number >= 0",
-            "steps=2.5": "steps=2.5: must be an integer >= 0",
             "seed=4294967296": "seed=4294967296: must be an integer from 0 to 4294967295",
             "mode=train": "mode=train: must be one of fit, validate, export",
             "validation.stop=['\\n']": "in bash $'rollout.stop=[\"\\n\"]'",
@@ -89,12 +82,9 @@ def test_settings_that_contradict_one_another():
             "trainer=fsdp|reference.offload=true": "reference.offload=True does not work with trainer=fsdp",
             "+trainer.max_time=00:00:01:00": "trainer.max_time=00:00:01:00: must be null; `timeout",
             "+trainer.limit_train_batches=1": "trainer.limit_train_batches=1: must be null or 1.0; the run ends after",
-            "+trainer.max_steps=3": "trainer.max_steps=3: must be -1; the run ends after steps=N rollouts",
             "module=sft|data=demonstrations|mode=preflight": "mode=preflight does not work with module=sft",
             "environment=guess|advantage=process": "advantage=process does not work with an environment",
             "reward=[environment]": "reward.environment needs an environment",
-            "+stepps=8": "stepps=8: unknown; the nearest is steps=8",
-            "+num_generations=8": "num_generations=8: is called rollout.group_size=8 here",
         }
     )
 
@@ -118,7 +108,7 @@ def test_targets_and_their_arguments():
 def test_every_mistake_is_reported_at_once():
     found = problems("optimizer.lr=nan", "rollout.group_size=1", "loss.kl._target_=os.system", "validation.ks=[9]")
     assert [re.split(":| needs", problem)[0] for problem in found] == [
-        *("rollout.group_size=1", "optimizer.lr=nan", "loss.kl._target_=os.system", "validation.ks=[9]"),
+        *("rollout.group_size=1", "optimizer.lr=nan", "loss.kl._target_=os.system", "validation.ks=[9]")
     ]
 
 
@@ -231,22 +221,15 @@ def test_the_users_own_code_and_trusted_packages_may_be_named(tmp_path, monkeypa
 # What is said to somebody who mistyped a key or a choice, or used another project's name for it.
 EXPLAINED = {
     "reward=[accuracy,formt]": "reward=[…,formt]: choose one of accuracy, code, cosine_length,",
-    "stepps=3": "stepps=3: unknown; the nearest is steps=3",
     "algoritm=dapo": "algoritm=dapo: unknown; the nearest is algorithm=dapo, a part",
-    "rollout.groupsize=3": "rollout.groupsize=3: unknown; the nearest is rollout.group_size=3",
     "environment.max_turns=3": "environment.max_turns=3: needs environment=calculator or environment=",
-    "data=my.jsonl": "data=my.jsonl: use data=jsonl data.path=my.jsonl for a",
     "data=my.csv": "data=my.csv: use data=jsonl data.path=my.csv for a",
     "data=my_data.rows": "data=my_data.rows: use data=custom data.train._target_=my_data.rows",
     "warmup_ratio=0.1": "warmup_ratio=0.1: use schedule.warmup_steps, which counts steps",
-    "optimizer.warmup_ratio=0.1": "use schedule.warmup_steps, which counts steps",
     "data=openai/math": "data=openai/math: use data=hub data.path=openai/math",
     "reward=[accuracy,my.own.short]": "use reward=[…,custom] reward.custom.function._target_=my.own.short for",
     "epochs=3": "epochs=3: use steps, which counts rollouts",
-    "lr=3e-5": "lr=3e-5: is called optimizer.lr=3e-5 here",
-    "num_generations=8": "num_generations=8: is called rollout.group_size=8 here",
     "actor_rollout_ref.rollout.n=8": "is called rollout.group_size=8 here",
-    "policy=Qwen/Qwen3-0.6B": "use policy=hf policy.path=Qwen/Qwen3-0.6B for a model of",
     "+loss.kl_coef=1": "An item is already at 'loss.kl_coef'",
     "steps=${nope}": "data.steps: Interpolation key 'nope' not found",
     "a=1": "a=1: unknown; `",
@@ -314,7 +297,7 @@ def test_all_unknown_keys_are_told_at_once_and_none_is_added_that_nothing_reads(
     with pytest.raises(ConfigError) as error:
         grpo.compose("stepps=3", "rollout.groupsize=4", "algorithm=grop", "loss.kl_coef=0.1", "clip_epsilon=0.2")
     assert [problem.partition(":")[0] for problem in error.value.problems] == [
-        *("algorithm=grop", "stepps=3", "rollout.groupsize=4", "clip_epsilon=0.2"),
+        *("algorithm=grop", "stepps=3", "rollout.groupsize=4", "clip_epsilon=0.2")
     ]
     assert "nonsense=3: nothing reads it" in problems("+nonsense=3")[0]
     assert "callbacks.mine: nothing reads it" in problems("+callbacks.mine.every=3")[0]

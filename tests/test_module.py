@@ -303,11 +303,6 @@ def test_the_learning_rate_follows_its_schedule_once_per_rollout(tmp_path, monke
 
     monkeypatch.setattr(StepModule, "apply_gradients", recording)
     small_run(
-        tmp_path,
-        "schedule=linear",
-        "schedule.warmup_steps=2",
-        "steps=4",
-        "optimizer.lr=1e-3",
-        "module.ppo_epochs=2",
+        tmp_path, "schedule=linear", "schedule.warmup_steps=2", "steps=4", "optimizer.lr=1e-3", "module.ppo_epochs=2"
     )
     assert seen[::2] == seen[1::2] == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])

@@ -85,10 +85,7 @@ def test_rewards_are_weighted_and_centred_within_their_own_prompt():
     # prompt q (answer b): "" -> 0 (no length), abc -> 1 + 1.5, q -> 0 + .5;   mean 1
     assert_close(scored.rewards["total"], torch.tensor([1.5, 0.5, 2.0, 0.0, 2.5, 0.5]))
     assert_close(scored.rewards["length"], torch.tensor([1.0, 1.0, 2.0, NAN, 3.0, 1.0]), equal_nan=True)
-    assert_close(
-        rollout.advantages,
-        torch.tensor([[1 / 6], [-5 / 6], [2 / 3], [-1.0], [1.5], [-0.5]]) * rollout.mask,
-    )
+    assert_close(rollout.advantages, torch.tensor([[1 / 6], [-5 / 6], [2 / 3], [-1.0], [1.5], [-0.5]]) * rollout.mask)
     assert scored.right.tolist() == [True, False, True, False, True, False]
     assert policy.calls == [(("p", "q"), 3, SAMPLING, 11)]
     assert_close(rollout.old_logprobs, scored.sampled.logprobs)

@@ -309,10 +309,7 @@ def test_nothing_runs_without_all_of_it(monkeypatch):
     for change, message in (
         ("isolation._CREATE_RULESET = 5000", r"it needs Landlock of Linux 5\.13"),
         ("isolation._PR_SET_SECCOMP = 5000", "it needs seccomp filters, CONFIG_SECCOMP_FILTER of the ker"),
-        (
-            "isolation.platform.machine = lambda: 'riscv64'",
-            r"it needs x86_64 or aarch64 \(this is riscv64",
-        ),
+        ("isolation.platform.machine = lambda: 'riscv64'", r"it needs x86_64 or aarch64 \(this is riscv64"),
         ("isolation._RESTRICT_SELF = 5000", "cannot start: OSError"),
         ("raise SystemExit(3)", "server died"),
     ):

@@ -118,8 +118,7 @@ def messages_problem(messages: Sequence[Mapping[str, str]]) -> str | None:
     return None if len(messages) % 2 else "it does not end with a message of the assistant"
 
 
-_ESCAPE = re.compile(r"\\[nrt](?![a-z])")
-"""A line break or tab that Hydra has left as it was typed; \\nabla is LaTeX."""
+_ESCAPE = re.compile(r"\\[nrt](?![a-z])")  # a line break or tab as it was typed; \nabla is LaTeX
 _FINITE = number(lambda _: True, "a finite number")
 _NOT_NEGATIVE = number(lambda v: v >= 0, "a number >= 0")
 _POSITIVE = number(lambda v: v > 0, "a number > 0")

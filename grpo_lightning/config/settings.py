@@ -18,7 +18,6 @@ _UNKNOWN = re.compile(r"Could not override '([^']*)'")
 _NO_CHOICE = re.compile(r"Could not (?:find|load) '([^']*)'")
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
-_FILES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".gz")
 _INHERITED_ONLY = {"base", "taught"}
 """Files of conf/ that others inherit from, which are no choices."""
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name", "hydra.verbose")
@@ -220,8 +219,7 @@ def explain_compose_error(error: Exception, conf: Path, words: Sequence[str] = (
         return single_line(f"{match[1]}: {problem}")
     if word := getattr(error, "override", ""):  # Hydra cannot parse it
         key, _, value = word.partition("=")
-        texts = [item.strip(" '\"") for item in value[1:-1].split(",")]
-        quoted = format_override(key, texts if value[:1] == "[" else value)
+        quoted = format_override(key, [t.strip(" '\"") for t in value[1:-1].split(",")] if value[:1] == "[" else value)
         return single_line(f"{word}: such a text needs quotes inside those of the shell: {quoted}")
     lines = [*text.splitlines(), *str(error.__cause__ or "").splitlines()[:1]]
     return single_line("; ".join(line.strip() for line in lines if line.strip() and "hydra.cc" not in line))
@@ -258,7 +256,7 @@ def _no_choice(path: str, conf: Path, words: Sequence[str]) -> str:
     if path == "validation/null":
         return f"{choice}: use validation.every=1000000 data.validation_size=1 for next to no validation"
     if group == "data" and choice in words and ("/" in name or "." in name):
-        kind = "jsonl" if name.endswith(_FILES) else "hub"
+        kind = "jsonl" if re.search(r"\.(jsonl?|ndjson|csv|tsv|parquet|gz)$", name) else "hub"
         if kind == "hub" and _FUNCTION.fullmatch(name):
             return f"{choice}: use data=custom {format_override('data.train._target_', name)} for rows of your own code"
         return f"{choice}: use data={kind} {format_override('data.path', name)} for a data set of your own or the hub's"

@@ -410,10 +410,8 @@ def indexed_rows(rows: Any) -> Any:
 def memory_prompts(*, train: Any, validation: Any, prompt_column: str, **settings: Any) -> PromptData:
     """Data module of rows in memory; without ``validation`` some are held out, or all of them where they are few."""
     rows = None if train is None else Inline(indexed_rows(train), "data", prompt_column)
-    held_out: Source | None = None
-    if validation is not None:
-        held_out = Inline(indexed_rows(validation), "data, validation", prompt_column)
-    elif rows is not None:
+    held_out = None if validation is None else Inline(indexed_rows(validation), "data, validation", prompt_column)
+    if rows is not None and held_out is None:
         size = min(settings["validation_size"], len(rows) // 5)
         few = len(rows) < _MIN_HOLD_OUT or len(rows) - size < settings["prompts_per_step"]
         held_out = rows if few else None

@@ -59,12 +59,7 @@ def check_turns(sampler, policy):
     """Completions of several turns: replies are read and not trained, and every token has its own log-probability."""
     with sync_weights(sampler, policy):
         found = sampler.generate(
-            policy,
-            PROMPTS,
-            group_size=4,
-            sampling=sampling(max_new_tokens=80),
-            seed=3,
-            responder=FakeResponder(chatty),
+            policy, PROMPTS, group_size=4, sampling=sampling(max_new_tokens=80), seed=3, responder=FakeResponder(chatty)
         )
     replied = found.attention_mask[:, -found.mask.shape[1] :] & ~found.mask
     assert max(map(len, found.turns)) > 2
