@@ -3,7 +3,9 @@
 python -m benchmarks                              compare, rollout, head, learning and memory: an hour on two cores
 python -m benchmarks compare --cases base         one case of the comparison with TRL
 python -m benchmarks compare --against DIR        steps in turns with those of another checkout of this project
+python -m benchmarks compare rollout --model DIR  a model on disk, asked the questions of data=arithmetic
 python -m benchmarks episodes                     learning in multi-turn episodes, with controls: the figures of docs/
+python -m benchmarks tasks --model DIR            which tasks of reasoning_gym give it a signal
 python -m benchmarks gpu [--cases decode step]    figures of one GPU in less than ten minutes
 python -m benchmarks NAME --smoke                 one small step of it, which only shows that it runs
 
@@ -20,7 +22,7 @@ import torch
 
 from benchmarks.measure import machine, num_threads
 
-NAMES = ("compare", "rollout", "head", "learning", "memory", "episodes", "gpu")
+NAMES = ("compare", "rollout", "head", "learning", "memory", "episodes", "gpu", "tasks")
 DEFAULT = NAMES[:5]
 
 
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help="of the benchmark; default: all")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, for compare and rollout")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face directory, for compare and rollout")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of learning and episodes")
     parser.add_argument("--smoke", action="store_true", help="one small step of everything")
     parser.add_argument("--out", type=Path, metavar="FILE", help="for the figures, as JSON")

@@ -9,6 +9,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -78,10 +79,13 @@ def select(cases: Sequence[Setting], options: Namespace) -> Sequence[Setting]:
     Raises:
         SystemExit: None is named so.
     """
+    if options.model:
+        model = Setting("model", cap=16, prompts=8, model=str(options.model))
+        cases = (model, replace(model, name="model_bf16", bf16=True))
     chosen = [case for case in cases if not options.cases or case.name in options.cases]
     if not chosen:
         raise SystemExit(f"--cases: there are {', '.join(case.name for case in cases)}")
-    return [TINY] if options.smoke else chosen
+    return [TINY] if options.smoke and not options.model else chosen
 
 
 def equality() -> dict[str, float]:

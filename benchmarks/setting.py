@@ -1,14 +1,17 @@
-"""What both systems are given: a model and a tokenizer on disk, prompts of one length, a reward, sizes."""
+"""What both systems are given: a model and a tokenizer on disk, prompts, a reward, sizes."""
 
 import json
 import random
 import zlib
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from grpo_lightning.data.demonstrations import arithmetic
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Setting:
     kl: float = 0.0
     keys: int | None = None  # key heads; None: as many as query heads, which are of size 64
     bf16: bool = False  # whether products are computed in bfloat16, by both systems' own mixed precision
+    model: str | None = None  # a directory with a model to take; its prompts are the questions of data=arithmetic
 
     @property
     def end_ids(self) -> list[int]:
@@ -35,14 +39,18 @@ class Setting:
         return list(range(1, 2 + (round(self.vocabulary / self.mean) - 1 if self.mean else 0)))
 
     def dumps(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None or name == "mean"})
 
     @classmethod
     def loads(cls, text: str) -> "Setting":
         return cls(**json.loads(text))
 
     def write(self, directory: Path) -> None:
-        """A random Llama whose words are numbers, in Hugging Face format."""
+        """A random Llama whose words are numbers, in Hugging Face format; or links to the files of `model`."""
+        if self.model:
+            for file in Path(self.model).resolve().iterdir():
+                (directory / file.name).symlink_to(file)
+            return
         names = ["<pad>", "<end>", *(f"w{i}" for i in range(2, self.vocabulary))]
         words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
         words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -77,14 +85,22 @@ class Setting:
         model.save_pretrained(directory)
 
     def rows(self, count: int) -> list[tuple[list[int], bool]]:
-        """Prompts of exactly `prompt` token ids, and whether each is dead."""
+        """Prompts of exactly `prompt` token ids, or those of `model`; and whether each is dead."""
+        if self.model:
+            tokenizer = AutoTokenizer.from_pretrained(self.model)
+            return [(tokenizer(text)["input_ids"], dead) for text, dead in self.texts(count)]
         chance = random.Random(1)
         lowest, dead = self.end_ids[-1] + 1, round(self.dead * self.prompts)
         ids = [[chance.randrange(lowest, self.vocabulary) for _ in range(self.prompt)] for _ in range(count)]
         return [(prompt, number % self.prompts < dead) for number, prompt in enumerate(ids)]
 
     def texts(self, count: int) -> list[tuple[str, bool]]:
-        """The same prompts as words."""
+        """The same prompts as text."""
+        if self.model:
+            template = AutoTokenizer.from_pretrained(self.model).apply_chat_template
+            questions = islice(cycle(arithmetic(2, 12, ["+", "*"], 26, False)), count)
+            messages = [[{"role": "user", "content": question}] for question, _ in questions]
+            return [(template(one, tokenize=False, add_generation_prompt=True), False) for one in messages]
         return [(" ".join(f"w{token}" for token in ids), dead) for ids, dead in self.rows(count)]
 
 

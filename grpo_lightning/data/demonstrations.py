@@ -4,6 +4,7 @@ Row i of a synthetic source is a function of its seed and of i. Most rows do not
 and then, so that GRPO has something to repair in a policy that was taught by them.
 """
 
+import itertools
 import operator
 import random
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 from grpo_lightning.config.rules import messages_problem
 from grpo_lightning.data.datamodule import GeneratedRows, PromptData, Row, Source
-from grpo_lightning.data.files import JsonLines, check_prompt, data_module
+from grpo_lightning.data.files import Inline, JsonLines, check_prompt, data_module
 from grpo_lightning.types import Message
 
 
@@ -165,6 +166,32 @@ class ReasoningDemonstrations(GeneratedRows):
         completion = demonstrate(task, entry, random.Random(f"demonstration {number}"), slip_rate=self._slip_rate)
         columns = {"answer": entry["answer"], "task": task, "metadata": entry["metadata"]}
         return entry["question"], {"completion": completion, **columns}
+
+
+def arithmetic(smallest: int, largest: int, operators: Sequence[str], held_out: int, validation: bool) -> Inline:
+    """Questions such as "What is 7 * 8? Answer with the number only." about all pairs of numbers of a range.
+
+    Args:
+        smallest: The least number of a pair.
+        largest: The greatest.
+        operators: Of ``+``, ``-`` and ``*``.
+        held_out: How many pairs training does not have, in neither order and with no operator.
+        validation: Whether to take those instead of the others.
+    """
+    pairs = list(itertools.combinations_with_replacement(range(smallest, largest + 1), 2))
+    if not 0 < held_out < len(pairs):
+        raise ValueError(f"held_out={held_out}: expected 1 to {len(pairs) - 1}, as {len(pairs)} pairs exist")
+    random.Random("arithmetic").shuffle(pairs)
+    chosen = pairs[:held_out] if validation else pairs[held_out:]
+    return Inline(
+        [
+            {"prompt": f"What is {a} {symbol} {b}? Answer with the number only.", "answer": str(_OPERATORS[symbol](a, b))}
+            for pair in chosen
+            for a, b in sorted({pair, pair[::-1]})
+            for symbol in operators
+        ],
+        "data.arithmetic",
+    )
 
 
 class ProductProblems(GeneratedRows):

@@ -1,0 +1,57 @@
+"""Which tasks of reasoning_gym give a model a signal: sampled answers to a few problems of each, no step.
+
+Groups whose answers are all right or all wrong have an advantage of 0 and teach nothing. The best tasks come first.
+"""
+
+import tempfile
+from argparse import Namespace
+from typing import Any
+
+from reasoning_gym.factory import DATASETS
+
+import grpo_lightning
+from grpo_lightning.data.datamodule import collate
+from grpo_lightning.preflight import share_that_differs
+
+SETTINGS = (
+    *("policy=hf", "data.max_prompt_length=256", "data.validation_size=1", "reward=[accuracy]", "loss.kl_coef=0"),
+    *("data.prompts_per_step=1", "rollout.group_size=8", "rollout.max_new_tokens=48", "logger=none"),
+)
+PROMPTS = 16
+
+
+def run(options: Namespace) -> dict[str, Any]:
+    """Rows of a table for all tasks, or those named by ``--cases``, answered by ``--model``."""
+    if not options.model:
+        raise SystemExit("tasks: --model=DIR names the model")
+    tasks = sorted(options.cases or DATASETS)[: 2 if options.smoke else None]
+    figures = {}
+    for task in tasks:
+        try:
+            figures[task] = measure(str(options.model), task, 2 if options.smoke else PROMPTS)
+        except (RuntimeError, ValueError) as error:  # such as prompts that are all too long
+            print(f"{task}: {str(error).splitlines()[0]:.100}", flush=True)
+    print("| task | score | right | groups with signal | tokens | truncated |\n|---|---|---|---|---|---|")
+    for task, row in sorted(figures.items(), key=lambda item: -item[1]["signal"]):
+        cells = [f"{row[name]:.2f}" for name in ("score", "right", "signal", "tokens", "truncated")]
+        print(f"| {' | '.join([task, *cells])} |", flush=True)
+    return figures
+
+
+def measure(model: str, task: str, prompts: int) -> dict[str, float]:
+    """Means over some prompts of the task, each answered by a group of completions."""
+    overrides = [*SETTINGS, f"policy.path={model}", f"data.task={task}"]
+    built = grpo_lightning.compose(*overrides, run_dir=tempfile.mkdtemp())
+    built.data.load()
+    module = built.module
+    module.begin_without_trainer()
+    batch = collate(built.data.train, range(min(prompts, len(built.data.train))))
+    scored = module.collect(batch, module.rollout, module.context("tasks", 0)).scored
+    right = scored.right.float().view(len(scored.prompts), -1)
+    return {
+        "score": float(scored.rewards["accuracy"].nanmean()),
+        "right": float(right.mean()),
+        "signal": share_that_differs(scored.rewards["total"].view(right.shape)),
+        "tokens": float(scored.sampled.mask.sum(-1).float().mean()),
+        "truncated": 1 - sum(scored.sampled.finished) / len(scored.sampled.finished),
+    }
