@@ -11,7 +11,7 @@ from reasoning_gym.factory import DATASETS
 
 import grpo_lightning
 from grpo_lightning.data.datamodule import collate
-from grpo_lightning.preflight import share_that_differs
+from grpo_lightning.preflight import signal_fraction
 
 SETTINGS = (
     *("policy=hf", "data.max_prompt_length=256", "data.validation_size=1", "reward=[accuracy]", "loss.kl_coef=0"),
@@ -51,7 +51,7 @@ def measure(model: str, task: str, prompts: int) -> dict[str, float]:
     return {
         "score": float(scored.rewards["accuracy"].nanmean()),
         "right": float(right.mean()),
-        "signal": share_that_differs(scored.rewards["total"].view(right.shape)),
+        "signal": signal_fraction(scored.rewards["total"].view(right.shape)),
         "tokens": float(scored.sampled.mask.sum(-1).float().mean()),
         "truncated": 1 - sum(scored.sampled.finished) / len(scored.sampled.finished),
     }

@@ -87,22 +87,25 @@ def test_operations_of_a_forward_pass_by_hand():
     assert more == 2 * 1280 * (4 + 2 + 3 + 2 + 1) + 2 * 103 * 8 * 6 + 4 * 8 * 2 * (18 + 16.5 + 4.5)
 
 
-def test_the_limit_is_that_of_the_machine_in_the_precision_that_steps_compute_in(tmp_path, monkeypatch):
+def test_the_limit_is_that_of_the_machine_in_the_precision_that_steps_compute_in(tmp_path, monkeypatch, caplog):
     policy = character_llama(hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, context=32, seed=0)
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
     assert 1e6 < policy.flops_per_second() < 1e16
     assert torch.equal(torch.rand(1), expected)
-    asked = []
+    asked, rates = [], {torch.bfloat16: 28e9, torch.float32: 116e9}  # of a CPU without bfloat16 units
 
     def recording(hidden, *, device, dtype):
         asked.append(dtype)
-        return 1e9
+        return rates[dtype]
 
     monkeypatch.setattr(hf, "matmul_rate", recording)
     for precision, dtype in (("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)):
         module = small_run(tmp_path / precision, f"trainer.precision={precision}")
-        assert asked.pop() == dtype
-        assert module.flops_per_second == 1e9
+        assert asked.pop(0) == dtype
+        assert module.flops_per_second == rates[dtype]
+        asked.clear()
         assert module.metrics["perf/gemm_fraction"] > 0
+    told = [record.getMessage() for record in caplog.records if "GFLOP/s" in record.getMessage()]
+    assert len(told) == 1 and " 28 GFLOP" in told[0] and " 116:" in told[0]

@@ -5,6 +5,7 @@ the latter, so nothing here relies on it.
 """
 
 import hashlib
+import logging
 import math
 import sys
 import warnings
@@ -39,6 +40,8 @@ from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.sampler.token_sampling import NonFiniteLogits
 from grpo_lightning.types import Clock, Prompt, Prompts
 from grpo_lightning.validation import Validation
+
+log = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LRSchedule = Callable[..., float]
@@ -352,6 +355,15 @@ class StepModule(LightningModule):
             self.loop.stop()
         with self.loop.precision():
             self.flops_per_second = self.policy.flops_per_second()
+        if self.trainer.precision == "bf16-mixed" and self.device.type == "cpu":
+            half, full = self.flops_per_second / 1e9, self.policy.flops_per_second() / 1e9
+            if half < full:
+                log.warning(
+                    "trainer.precision=bf16-mixed multiplies matrices at %.0f GFLOP/s on this CPU and 32-true at %.0f: "
+                    "trainer.precision=32-true is faster",
+                    half,
+                    full,
+                )
 
     def on_train_end(self) -> None:
         self.loop.end_steps()
