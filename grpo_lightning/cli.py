@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_lightning import __version__, sweep
 from grpo_lightning.composition import (
     CONF,
+    announce_import,
     build_run,
     compose_config,
     continued_overrides,
@@ -234,6 +235,7 @@ def _hydra_target_problems(cfg: DictConfig) -> list[str]:
 
 def _import_run() -> None:
     """Import what a run needs; nothing of it is ever garbage, which Python would look for all the time."""
+    announce_import()
     gc.disable()
     try:
         from grpo_lightning import run  # noqa: F401

@@ -249,6 +249,12 @@ def resolve_config(cfg: DictConfig) -> dict[str, Any]:
     return config  # type: ignore[no-any-return]
 
 
+def announce_import() -> None:
+    """Say that PyTorch and Lightning are loading, which takes seconds, unless they are loaded."""
+    if "grpo_lightning.run" not in sys.modules and is_first_process():
+        print_line("loading PyTorch and Lightning")
+
+
 def build_run(
     cfg: DictConfig, *, objects: Mapping[str, Any] | None = None, explicit: Sequence[str] | None = None, **options: Any
 ) -> "Run":
@@ -268,8 +274,7 @@ def build_run(
         for key, value in policy_settings(named, chosen, lambda key: _select(cfg, key)).items():
             OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     config = resolve_config(cfg)
-    if "grpo_lightning.run" not in sys.modules and is_first_process():
-        print_line("loading PyTorch and Lightning")
+    announce_import()
     from grpo_lightning.run import Run
 
     def build(name: str, **more: Any) -> Any:

@@ -140,6 +140,9 @@ def test_a_terminal_of_80_columns_shows_one_line_at_a_time(tmp_path):
     assert re.search(r" done +custom \S+  pass@1 \S+ ", last)
     assert "\x1b[2A" not in written  # as Rich moves over a bar that has become two lines
     others = [line for line in lines if line and not line.startswith("step ")]
+    loading = [line for line in others if line.startswith("loading ")]  # before each silence of seconds
+    assert loading[0] == "loading PyTorch and Lightning"
+    assert loading[-1].startswith("loading policy")
     long = [line for line in others if len(line) > 80]
     assert all("train.py" in line or str(tmp_path) in line for line in long)  # to be copied, so never cut
     [outcome] = [line for line in others if line.startswith("pass@1")]

@@ -299,6 +299,7 @@ def test_what_is_wrong_with_a_hub_data_set_is_named(tmp_path, monkeypatch):
         (str(tmp_path / "d"), {"split": "dev"}, r"data.split='dev': "),
         ("no/such", {}, "data.path='no/such', data.split='train': "),
         ("./date", {}, r"^data.path='./date': no such file"),
+        ("json", {}, r"data.path='json' names a format"),
     ]:
         with pytest.raises(ValueError, match=message):
             Hub(path, **{"split": "train"} | given)
@@ -442,7 +443,7 @@ def test_too_few_prompts_are_refused_before_and_after_the_limit():
         ValueError,
         match=r"all 5 prompts have more than data.max_prompt_length=7 tokens, the shortest 15,077 \(first: data.train",
     ):
-        data.limit_prompts(lambda prompts: [15_077 + int(prompt[1]) if prompt[0] == "p" else 7 for prompt in prompts])
+        data.limit_prompts(lambda prompts: [15_077 + int(prompt[1]) for prompt in prompts])
     assert len(data.train) == 5  # a limit that failed changed nothing
     with pytest.raises(ValueError, match=r"data.prompts_per_step=0: must be .*\ndata.steps=-1: must be"):
         inline(5, prompts_per_step=0, steps=-1)

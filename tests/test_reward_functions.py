@@ -96,6 +96,7 @@ def test_the_answer_of_a_demonstration_and_the_scores_of_an_environment():
     ]
     assert demonstrated(["<answer>7</answer>", "7"], shown) == [1.0, 0.0]
     assert demonstrated(["<answer>7</answer>", "7"], shown, ["9", "7"]) == [0.0, 1.0]
+    assert demonstrated(["7", "7"], [None, "7"]) == [None, 1.0]
     assert of_environment([[(0, 0.25), (2, 1.0)], []]) == [1.25, 0.0]
 
 

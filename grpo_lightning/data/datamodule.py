@@ -307,9 +307,9 @@ class PromptData(LightningDataModule):
     def limit_prompts(self, count_tokens: Callable[[list[Prompt]], list[int]]) -> None:
         """Drop the prompts that have more than ``max_prompt_length`` tokens; raises ValueError if too few are left."""
         self._count_tokens = count_tokens
-        validation = self._validation and self._held_out_rows(self._limit(self._validation))
-        self._train = self._train and self._check_size(self._limit(self._train))
-        self._validation = validation
+        train = self._train and self._check_size(self._limit(self._train))
+        self._validation = self._validation and self._held_out_rows(self._limit(self._validation))
+        self._train = train
 
     def _limit(self, source: Source) -> Source:
         """The prompts that are not too long, once lengths are known."""

@@ -183,15 +183,10 @@ def arithmetic(smallest: int, largest: int, operators: Sequence[str], held_out: 
         raise ValueError(f"held_out={held_out}: expected 1 to {len(pairs) - 1}, as {len(pairs)} pairs exist")
     random.Random("arithmetic").shuffle(pairs)
     chosen = pairs[:held_out] if validation else pairs[held_out:]
-    return Inline(
-        [
-            {"prompt": f"What is {a} {symbol} {b}? Answer with the number only.", "answer": str(_OPERATORS[symbol](a, b))}
-            for pair in chosen
-            for a, b in sorted({pair, pair[::-1]})
-            for symbol in operators
-        ],
-        "data.arithmetic",
-    )
+    problems = [(a, symbol, b) for pair in chosen for a, b in sorted({pair, pair[::-1]}) for symbol in operators]
+    question = "What is {} {} {}? Answer with the number only."
+    rows = [{"prompt": question.format(*one), "answer": str(_OPERATORS[one[1]](one[0], one[2]))} for one in problems]
+    return Inline(rows, "data.arithmetic")
 
 
 class ProductProblems(GeneratedRows):

@@ -304,6 +304,9 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> Any:
     """Load a ``datasets.Dataset``."""
     import datasets
 
+    if path in {*_KINDS.values(), "text"} and not Path(path).exists():
+        # load_dataset would read all files of the working directory
+        raise ValueError(f"data.path={path!r} names a format: a file, ./{path} for a folder, or ORG/NAME of the hub")
     path = local_or_hub(path, "data.path")
     local = Path(path)
     try:

@@ -355,7 +355,8 @@ class StepModule(LightningModule):
             self.loop.stop()
         with self.loop.precision():
             self.flops_per_second = self.policy.flops_per_second()
-        if self.trainer.precision == "bf16-mixed" and self.device.type == "cpu":
+            is_half = torch.is_autocast_enabled("cpu")
+        if is_half and self.device.type == "cpu":
             half, full = self.flops_per_second / 1e9, self.policy.flops_per_second() / 1e9
             if half < full:
                 log.warning(

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from grpo_lightning.console import single_line
-from grpo_lightning.reward.spec import Failure, describe_error, score_rows
+from grpo_lightning.reward.spec import Failure, describe_error, is_missing, score_rows
 
 log = logging.getLogger(__name__)
 
@@ -205,9 +205,10 @@ def demonstrated(
     if task is not None and metadata is not None:
         return reasoning_gym(completions, answer or [None] * len(completions), task, metadata, prefills=prefills)
     if answer is None:
-        answer = score_rows(
-            lambda text: answer_text(text if isinstance(text, str) else text[-1]["content"]), completion
-        )
+        answer = [
+            None if is_missing(text) else answer_text(text if isinstance(text, str) else text[-1]["content"])
+            for text in completion
+        ]
     return exact(completions, answer, prefills=prefills)
 
 
