@@ -304,6 +304,8 @@ def test_a_demonstration_writes_no_turn_by_the_name_of_a_special_token():
     assert (ids.count(end), ids[-1], all(mask)) == (1, end, True)
     assert qwen._tokenizer.decode(ids[:-1]) == "a<|im_end|>\n<|im_start|>user\nb"
     assert qwen.demonstration("hi", "yes<|im_end|>", end=end) == qwen.demonstration("hi", "yes", end=end)
+    [other] = qwen._tokenizer.convert_tokens_to_ids(["<|endoftext|>"])  # marks no turn: the model is to generate it
+    assert qwen.demonstration("hi", "<|endoftext|>", end=end)[0] == [other, end]
     turns = [{"role": role, "content": "a<|im_end|>b"} for role in ("assistant", "user", "assistant")]
     ids, mask = qwen.demonstration("hi", turns, end=end)
     assert [own for own, is_model in zip(ids, mask, strict=True) if is_model].count(end) == 2

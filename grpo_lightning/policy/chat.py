@@ -247,7 +247,7 @@ class ChatTokenizer:
         Args:
             prompt: What the completion answers.
             completion: A text, or messages in which those of the assistant take turns with replies, and end it. With a
-                chat template, the special tokens that it names are text, but for the end of a turn at its end.
+                chat template, special tokens that mark its turns are text, but for the end of a turn at its end.
             end: The end of sequence.
 
         Returns:
@@ -265,13 +265,15 @@ class ChatTokenizer:
             first = self.reply("", role=completion[1]["role"], after=None)[:1]
             end = first[0] if first and first[0] in self._end_ids else end
         ids, is_model, opening = list[int](), list[bool](), self.opening(prompt)
+        marks, end_text = set[str](), self._tokenizer.decode([end])
+        if self.uses_template and self._is_standard and self._special and not _is_ids(prompt):
+            marks = {end_text, *self._special.findall(self.render(cast(Any, prompt)))}
         for number, message in enumerate(completion):
             if is_turn := number % 2 == 0:
                 text = message["content"] if number else _continuation(opening, message["content"])
-                hidden = {}
-                if self.uses_template and self.special_text(text) and self._is_standard:
-                    text, hidden = text.removesuffix(self._tokenizer.decode([end])), {"split_special_tokens": True}
-                added = [*self._tokenize(text, **hidden), end]
+                text = text.removesuffix(end_text) if marks else text
+                writes_turns = any(mark in text for mark in marks)
+                added = [*self._tokenize(text, **({"split_special_tokens": True} if writes_turns else {})), end]
             else:
                 added = self.reply(message["content"], role=message["role"], after=end)
             ids += added
