@@ -308,9 +308,9 @@ class Run:
                 if mode == "fit" and is_first_process() and (lack := self._lack_of_signal()):
                     log.warning("%s; mode=preflight shows completions with their rewards, and what to change", lack)
             except BaseException as error:
-                if isinstance(error, RewardError) and error.inputs:
+                if inputs := getattr(error, "inputs", None):  # a RewardError, here or in another process
                     sources = self.data.load(training=self.config["mode"] != "validate")
-                    if place := _find(error.inputs, sources):
+                    if place := _find(inputs, sources):
                         error = RewardError(f"{place}: {error}").with_traceback(error.__traceback__)
                 lost = lost_contact(error)
                 if asked := listener.preemption(error, is_consequence=lost is not None):

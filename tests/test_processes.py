@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -124,16 +125,19 @@ def test_the_death_of_one_process_ends_all_and_the_run_continues_exactly(tmp_pat
 
 @pytest.mark.slow
 def test_an_error_in_one_process_is_told_by_all(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "ask {n}"}}\n' for n in range(40)))
     settings = [
         *RUNS["grpo"],
         *SMALL,
         "reward=[custom]",
         "reward.custom.function._target_=tests.support.rewards.fails_in_process_1",
+        "data=jsonl",
+        f"data.path={tmp_path}/rows.jsonl",
     ]
     failed = start(2, tmp_path, "ddp", {"run": settings})
     printed = [process.communicate(timeout=120)[0] for process in failed]
     assert all(process.returncode == 1 for process in failed)
-    assert "process 1 of 2: RewardError" in printed[0]
+    assert re.search(r"rows.jsonl, line \d+: process 1 of 2: RewardError", printed[0])
     assert "no disk in process 1" in printed[0]
 
 

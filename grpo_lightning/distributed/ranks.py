@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 class PeerError(RuntimeError):
-    """Another process of the run failed; the message says which and why."""
+    """Another process of the run failed; the message says which and why, ``inputs`` is that of a `RewardError`."""
+
+    inputs: Any = None
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,20 @@ class Ranks:
         except (Exception, Preempted) as raised:  # raised after the exchange, for which the others wait
             error = raised
         signal = (error.number, error.between_steps) if isinstance(error, Preempted) else None
-        problem = None if error is None else (signal, f"{type(error).__name__}: {error}")
+        inputs = getattr(error, "inputs", None)
+        problem = None if error is None else (signal, f"{type(error).__name__}: {error}", inputs)
         with waiting or nullcontext():
             gathered = self.gather((value, problem))
         if error is not None:
             raise error
         for rank, (_, peer_problem) in enumerate(gathered):
             if peer_problem is not None:
-                signal, text = peer_problem
+                signal, text, inputs = peer_problem
                 if signal is not None:
                     raise Preempted(signal[0], between_steps=signal[1])
-                raise PeerError(f"process {rank} of {self.size}: {text}")
+                peer_error = PeerError(f"process {rank} of {self.size}: {text}")
+                peer_error.inputs = inputs
+                raise peer_error
         values: list[Any] = [value for value, _ in gathered]
         return values
 
