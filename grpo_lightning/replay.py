@@ -137,7 +137,12 @@ def replay_rollout(recorded: RecordedRollout, config: Mapping[str, Any], build: 
     if called is not None:
         if _has_steps(scored):
             raise ValueError("reward: a reward of this run scores steps; only its own rewards can be replayed")
-        scored, _ = collector.scorer.score(_no_tokens, scored.prompts, scored.sampled, context=StepContext(seed=0))
+        openings = dict(zip(map(repr, scored.prompts.texts), header.get("openings", ()), strict=False))
+        scored, _ = collector.scorer.score(
+            *(_no_tokens, scored.prompts, scored.sampled),
+            context=StepContext(seed=0),
+            opening=lambda prompt: openings.get(repr(prompt), ""),
+        )
     rollout = collector.compare(scored, recorded.ref_logprobs)
     computed = (
         sampled_metrics(scored) | advantage_metrics(rollout.completion_advantages) | losses(loss, rollout, recorded)

@@ -12,6 +12,7 @@ from lightning import Callback
 import grpo_lightning as grpo
 from grpo_lightning import recording
 from grpo_lightning.replay import main, replay, replay_table
+from grpo_lightning.reward.format import tag_count
 from tests.support.processes import finish, start
 from tests.support.running import SMALL
 
@@ -209,6 +210,19 @@ def test_another_algorithm_and_other_rewards_are_replayed_by_hand(first):
     assert found["loss/total"][1] == found["loss/policy"][1]
     assert found["loss/kl"][0] > 0
     assert found["loss/kl"][1] is None
+
+
+def test_tags_that_the_prompt_has_opened_count_as_written(tmp_path):
+    (tmp_path / "template.jinja").write_text("{{ messages[-1].content }}:<think>")
+    settings = [word for word in COMMON if not word.startswith("policy")]
+    template = f"policy.chat_template={tmp_path}/template.jinja"
+    grpo.compose(*settings, "policy=tiny", template, "steps=2", run_dir=tmp_path).fit()
+    found, called = metrics(tmp_path, "reward=[tag_count]")
+    _, rows = recording.read(tmp_path / "rollouts" / recording.file_name(2))
+    assert called == ["tag_count"]
+    assert (
+        found["reward/tag_count"][1] == sum(tag_count(["<think>" + row["completion"]])[0] for row in rows) / 8 >= 0.25
+    )
 
 
 def test_a_weight_alone_calls_no_reward(first):

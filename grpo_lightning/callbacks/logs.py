@@ -367,6 +367,7 @@ class RecordRollouts(Callback):
         settings: dict[str, Any] = {name: v for name, v in module.settings.items() if name in _RECORDED}
         if "rollout" in settings:
             settings["rollout"] = {k: v for k, v in settings["rollout"].items() if k not in ("path", *_RECORDED)}
+        openings = [*map(module.policy.chat.opening, collected.scored.prompts.texts)]
         return {
             "format": recording.FORMAT,
             "version": __version__,
@@ -383,6 +384,7 @@ class RecordRollouts(Callback):
             "collected": {name: None if math.isnan(value) else value for name, value in sorted(metrics.items())},
             "updated": dict(sorted(updated.items())),
             "settings": settings,
+            **({"openings": openings} if any(openings) else {}),
         }
 
 
