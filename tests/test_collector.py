@@ -81,6 +81,8 @@ def test_prompts_whose_outcomes_are_equal_are_replaced_by_those_of_the_next_try(
     assert found.metrics["group/kept"] == 0.5
     assert found.metrics["reward/right"] == 0.5  # of all eight completions, not of the four trained on
     assert found.num_tokens == 1 + 1 + 1 + 1 + 1 + 2 + 1 + 3
+    with pytest.raises(ValueError, match="2 prompts: rollout.max_tries=3"):
+        collect([DEAD, LIVE], **DYNAMIC)
 
 
 def test_groups_beyond_those_wanted_are_carried_over_and_come_first():

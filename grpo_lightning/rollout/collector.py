@@ -134,7 +134,12 @@ class Collector:
 
         Returns:
             A rollout of P prompts, whose old log-probabilities are the sampler's.
+
+        Raises:
+            ValueError: The prompts cannot be divided among the tries.
         """
+        if len(prompts) % self.max_tries:
+            raise ValueError(f"{len(prompts)} prompts: rollout.max_tries={self.max_tries} needs as many for each try")
         expected = (self.group_size, {*self.reward, "total"})
         if carried and (carried.group_size, {*carried.rewards}) != expected:
             log.warning("%d groups of the last rollout have another size or rewards: left out", len(carried.prompts))
