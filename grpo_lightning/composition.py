@@ -314,7 +314,7 @@ def _with_environment(policy: Mapping[str, Any], environment: "Environment") -> 
     if "reply_role" in policy:
         policy["reply_role"] = environment.reply_role or policy["reply_role"] or "user"
     if environment.tools and "template_kwargs" in policy:
-        tools = {"_target_": f"{__name__}.part", "name": _TOOLS}
+        tools = {"_target_": f"{__name__}.live_object", "name": _TOOLS}
         policy["template_kwargs"] = {**(policy["template_kwargs"] or {}), "tools": tools}
     return policy
 
