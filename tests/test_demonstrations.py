@@ -8,7 +8,13 @@ from itertools import pairwise
 import pytest
 import reasoning_gym
 
-from grpo_lightning.data.demonstrations import FileDemonstrations, GuessingGames, ReasoningDemonstrations, demonstrate
+from grpo_lightning.data.demonstrations import (
+    FileDemonstrations,
+    GuessingGames,
+    ReasoningDemonstrations,
+    arithmetic,
+    demonstrate,
+)
 from grpo_lightning.environment.builtin import guess
 from grpo_lightning.reward.accuracy import demonstrated
 from grpo_lightning.run import Run
@@ -141,3 +147,14 @@ def test_demonstrated_games_are_replied_to_as_demonstrated():
         assert played[-1] == 1.0 or (played[-1], len(turns)) == (0.0, 5)
         right += played[-1]
     assert abs(right / 4030 - won) < 4 * (won * (1 - won) / 4030) ** 0.5
+
+
+def test_held_out_pairs_of_numbers_are_in_no_training_question():
+    train, held_out = (arithmetic(2, 12, ["+", "*"], 26, validation) for validation in (False, True))
+    pairs = [{frozenset(re.findall(r"\d+", rows[i][0])) for i in range(len(rows))} for rows in (train, held_out)]
+    assert [*map(len, (train, held_out, *pairs))] == [146, 96, 40, 26]  # 11 * 11 pairs in order, two questions each
+    assert not pairs[0] & pairs[1]
+    answers = dict(rows[i] for rows in (train, held_out) for i in range(len(rows)))
+    assert answers["What is 7 * 8? Answer with the number only."] == {"answer": "56"}
+    with pytest.raises(ValueError, match="held_out=66: expected 1 to 65"):
+        arithmetic(2, 12, ["+"], 66, False)
