@@ -154,6 +154,7 @@ def test_a_module_that_is_not_there_is_named(base, key):
         {"target_modules": ["lm_head"]},
         {"target_modules": ["embed_tokens", "q_proj"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
     ],
 )
 def test_an_adapter_on_tied_embeddings_is_exported_as_it_was_trained(base, tmp_path, layers):
@@ -165,6 +166,8 @@ def test_an_adapter_on_tied_embeddings_is_exported_as_it_was_trained(base, tmp_p
             weight += 0.1 * ("modules_to_save" in name)
         expected = policy.model.eval()(ids).logits
         policy.export(tmp_path / "export")
+        policy.export(tmp_path / "of_a_checkpoint", policy.state_dict())
         assert torch.equal(policy.model(ids).logits, expected)
-        assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "export")(ids).logits, expected)
+        for name in ("export", "of_a_checkpoint"):
+            assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits, expected)
         assert (AutoModelForCausalLM.from_pretrained(base)(ids).logits - expected).abs().max() > 0.1

@@ -21,28 +21,28 @@ STREAMS = {
 }
 
 
-def mask(groups) -> torch.Tensor:
+def mask(groups, prefix=0) -> torch.Tensor:
     """[N, N] True where a query (row) may see a key, one token after the other."""
-    owner = []  # (group, completion or None) of every token
+    owner = [(None, None)] * prefix  # (group, completion or None) of every token
     for number, (prompt, completions) in enumerate(groups):
         owner += [(number, None)] * prompt
         for completion, length in enumerate(completions):
             owner += [(number, completion)] * length
-    seen = [[k <= q and g == mine[0] and c in (None, mine[1]) for k, (g, c) in enumerate(owner)]
+    seen = [[k <= q and g in (None, mine[0]) and c in (None, mine[1]) for k, (g, c) in enumerate(owner)]
             for q, mine in enumerate(owner)]  # fmt: skip
     return torch.tensor(seen)
 
 
-def masked(query, key, value, groups, scale):
+def masked(query, key, value, groups, scale, prefix=0):
     repeats = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
-    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask(groups), -torch.inf)
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask(groups, prefix), -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-def tensors(groups, heads, key_heads, width=16):
+def tensors(groups, heads, key_heads, width=16, prefix=0):
     torch.manual_seed(0)
-    size = sum(prompt + sum(completions) for prompt, completions in groups)
+    size = prefix + sum(prompt + sum(completions) for prompt, completions in groups)
     # As a model makes them: token after token in memory, heads second.
     made = [torch.randn(1, size, n, width).transpose(1, 2).requires_grad_() for n in (heads, key_heads, key_heads)]
     return [*made, torch.randn(1, size, heads, width)]
@@ -50,11 +50,12 @@ def tensors(groups, heads, key_heads, width=16):
 
 @pytest.mark.parametrize("heads, key_heads, factor", [(4, 4, 1.0), (6, 2, 1.0), (2, 2, 40.0)])
 @pytest.mark.parametrize("groups", STREAMS.values(), ids=STREAMS.keys())
-def test_values_and_gradients_are_those_of_a_masked_softmax(groups, heads, key_heads, factor):
-    query, key, value, slopes = tensors(groups, heads, key_heads)
+@pytest.mark.parametrize("prefix", [0, 7])
+def test_values_and_gradients_are_those_of_a_masked_softmax(groups, heads, key_heads, factor, prefix):
+    query, key, value, slopes = tensors(groups, heads, key_heads, prefix=prefix)
     inputs = [(factor * query).detach().requires_grad_(), key, value]  # with 40, scores far from zero
-    found = Stream(groups, CPU).attend(0, *inputs, 0.3)
-    expected = masked(*inputs, groups, 0.3)
+    found = Stream(groups, CPU, prefix).attend(0, *inputs, 0.3)
+    expected = masked(*inputs, groups, 0.3, prefix)
     assert_close(found, expected, rtol=0, atol=5e-6 * factor)
     for one, other in zip(torch.autograd.grad(found, inputs, slopes), torch.autograd.grad(expected, inputs, slopes)):
         assert_close(one, other, rtol=0, atol=2e-5 * factor**1.4)
@@ -73,6 +74,10 @@ def test_places_by_hand():
     assert stream.spans == [(0, 3, 6), (6, 7, 8)]
     assert stream.positions.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1]]
     assert [places.tolist() for places in stream.predictors] == [[2, 3, 4], [2, 5], [6, 7]]
+    stream = Stream(((1, (2, 1)), (2, (1,))), CPU, 2)
+    assert stream.spans == [(2, 3, 6), (6, 8, 9)]
+    assert stream.positions.tolist() == [[0, 1, 2, 3, 4, 3, 2, 3, 4]]
+    assert [places.tolist() for places in stream.predictors] == [[2, 3, 4], [2, 5], [7, 8]]
 
 
 def test_without_a_stream_the_attention_is_the_one_it_was_made_from():

@@ -291,3 +291,11 @@ def test_special_tokens_in_plain_text_are_told_with_their_row(caplog):
         [answered[:1], answered, answered], lambda number: f"row {number}"
     )
     assert "the last message of the assistant, such as in row 1: '4', the first of 2 prompts" in caplog.text
+
+
+def test_what_an_export_changes_about_the_generation_config_is_told_on_loading(model, caplog):
+    opened(model)
+    assert "generation_config" not in caplog.text
+    edit(model / "generation_config.json", do_sample=False)  # beside sampling options, which transformers cannot save
+    opened(model)
+    assert "do_sample=true" in caplog.text

@@ -15,6 +15,7 @@ from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
 from grpo_lightning.policy.shared_prompt import SharedPath, check
 from grpo_lightning.sampler.fused_decode import FusedDecodeStep
+from grpo_lightning.transformer import attention
 from grpo_lightning.transformer.attention import Stream
 from grpo_lightning.transformer.lm_head import LMHead, unshared_logprobs
 from grpo_lightning.types import Rollout, Sampling
@@ -57,9 +58,9 @@ def policy(request, checkpoints):
     return made
 
 
-def ragged(policy, group_size, *, left=0, right=0) -> Rollout:
+def ragged(policy, group_size, *, left=0, right=0, prompts=PROMPTS) -> Rollout:
     """Groups of completions of 0 to 20 tokens, rows in disorder, padded on either side, with noise on all logs."""
-    sampled = generate(policy, PROMPTS, group_size=group_size, sampling=FREE, seed=1)
+    sampled = generate(policy, prompts, group_size=group_size, sampling=FREE, seed=1)
     rows, length = sampled.mask.shape
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, length + 1, (rows, 1), generator=generator)
@@ -249,3 +250,31 @@ def test_rows_beyond_a_sliding_window_take_the_models_own_path():
     sampled = generate(policy, PROMPTS, group_size=3, sampling=replace(FREE, max_new_tokens=60), seed=1)
     assert int(sampled.mask.sum(-1).max()) > 40
     assert_close(policy.logprobs(sampled, temperature=1.0), sampled.logprobs, rtol=0, atol=1e-4)
+
+
+def test_what_all_prompts_begin_with_is_computed_once(policy, monkeypatch):
+    prompts = [f"You are a helpful assistant. {prompt}" for prompt in PROMPTS]
+    path, rows = SharedPath.from_model(policy.model), ragged(policy, 3, prompts=prompts)
+    sizes, results, flops = [], [], []
+    path.decoder.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    for least in (float("inf"), 0.0):
+        monkeypatch.setattr(attention, "MIN_SAVED", least)
+        sampled = generate(policy, prompts, group_size=3, sampling=FREE, seed=1)
+        policy.zero_grad()
+        logprobs, _ = path.logprobs_and_entropy(rows, temperature=0.9, entropy=False)
+        (logprobs * rows.advantages).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        results.append((sampled.ids, sampled.logprobs, logprobs.detach(), gradient))
+        flops.append(policy.flops(rows))
+        sizes.append(0)
+    assert torch.equal(results[0][0], results[1][0])
+    assert_close(results[0][1:], results[1][1:], rtol=1e-4, atol=2e-5)
+    first, second = sizes[: sizes.index(0)], sizes[sizes.index(0) + 1 : -1]
+    tokens = policy.tokenize(prompts)
+    common = next(n for n in range(len(tokens[0])) if len({row[n] for row in tokens}) > 1)
+    assert common > 3
+    saved = 2 * common  # by three prompts, in the prefill and in the scoring
+    assert [one - other for one, other in zip(first, second, strict=True) if one != other] == [saved, saved]
+    assert flops[0] - flops[1] == pytest.approx(2 * policy.shape().body * saved)

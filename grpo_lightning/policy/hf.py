@@ -32,7 +32,7 @@ from grpo_lightning.policy.base import (
 )
 from grpo_lightning.policy.shared_prompt import CannotShare, SharedPath, attention_window, check, compute_dtype
 from grpo_lightning.sampler.kv_cache import DynamicKVCache, KVCache, NoKVCache, can_rewind, rows_within
-from grpo_lightning.transformer.attention import use_grouped
+from grpo_lightning.transformer.attention import shared_prefix, use_grouped
 from grpo_lightning.transformer.lm_head import Chunk, LossGradient, logits_in_chunks, model_logits, unshared_logprobs
 from grpo_lightning.types import Rollout, Sampled, Sampling
 
@@ -154,13 +154,16 @@ class HFPolicy(Policy):
     def flops(self, rows: Sampled | Rollout) -> float:
         """2 W (S + sum T) + 2 V H sum M for the matrices, and 4 H per layer for every token and one it attends to.
 
-        With W weights in the decoder's matrices (of a mixture of experts all), and M completion tokens in the mask.
+        With W weights in the decoder's matrices (of experts all), M tokens in the mask; a shared prefix counts once.
         """
         base = base_of(self.model)
         config = base.config.get_text_config()
         completions, widths = lengths(rows)
-        tokens = prompts = pairs = 0.0
-        for group in same_prompts(rows):
+        groups, start = same_prompts(rows), rows.ids.shape[1] - rows.mask.shape[1]
+        ids = [rows.ids[one[0], :start][rows.attention_mask[one[0], :start]].tolist() for one in groups]
+        tokens = pairs = 0.0
+        prompts = -float(shared_prefix(base.get_decoder(), ids) * (len(ids) - 1))
+        for group in groups:
             width = widths[group[0]]
             prompts += width
             pairs += width * width / 2
@@ -190,7 +193,7 @@ class HFPolicy(Policy):
         if is_adapted(model):
             model = _merge(model)
         generation = model.generation_config
-        model.generation_config = _saveable_config(generation)
+        model.generation_config = saveable_config(generation)
         try:
             model.save_pretrained(directory)
         finally:
@@ -270,7 +273,7 @@ def _merge(model: "PeftModel") -> Any:
     return model.merge_and_unload()  # which sets tie_word_embeddings
 
 
-def _saveable_config(generation: GenerationConfig | None) -> GenerationConfig | None:
+def saveable_config(generation: GenerationConfig | None) -> GenerationConfig | None:
     """A generation config that transformers agrees to save: as it is, for sampling, or with its end tokens alone."""
     sampling = copy.deepcopy(generation)
     for candidate in (generation, sampling):

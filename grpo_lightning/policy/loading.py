@@ -1,5 +1,6 @@
 """Policies from the hub, a directory or a Python package; or with random weights."""
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from grpo_lightning.config.rules import local_or_hub
 from grpo_lightning.console import single_line
 from grpo_lightning.policy.chat import ChatTokenizer
-from grpo_lightning.policy.hf import HFPolicy, with_adapter
+from grpo_lightning.policy.hf import HFPolicy, saveable_config, with_adapter
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -79,6 +82,9 @@ def load(
             trust_remote_code=trust_remote_code,
             **quantized,
         )
+        if (saved := saveable_config(model.generation_config)) is not model.generation_config:
+            change = "with do_sample=true" if saved and saved.do_sample else "as its end tokens alone"
+            log.warning("%s: its generation_config cannot be saved as it is; it is exported %s", path, change)
         if adapter is not None:
             model = with_adapter(model, adapter)
         if gradient_checkpointing:

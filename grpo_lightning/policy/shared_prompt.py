@@ -17,7 +17,7 @@ from grpo_lightning.sampler import GenerationRequest
 from grpo_lightning.sampler.fused_decode import FusedDecodeStep, PackedLinear, has_onednn
 from grpo_lightning.sampler.kv_cache import SharedPromptCache
 from grpo_lightning.sampler.native import decode
-from grpo_lightning.transformer.attention import Stream, forward
+from grpo_lightning.transformer.attention import Stream, forward, shared_prefix
 from grpo_lightning.transformer.lm_head import (
     Chunk,
     LMHead,
@@ -108,23 +108,23 @@ class SharedPath:
         # The stream is put together from small pieces, each of which would be a call of its own on a GPU.
         ids, real, mask = rows.ids.cpu(), rows.attention_mask.cpu(), rows.mask.cpu()
         ends = completion_ends(mask).tolist()
-        groups, order, tokens = [], [], []
-        for members in same_prompts(rows):
-            members = [row for row in members if ends[row]]
-            if not members:
-                continue
-            prompt = ids[members[0], :start][real[members[0], :start]]
+        members = [[row for row in group if ends[row]] for group in same_prompts(rows)]
+        members = [group for group in members if group]
+        prompts = [ids[group[0], :start][real[group[0], :start]] for group in members]
+        prefix = shared_prefix(self.decoder, [prompt.tolist() for prompt in prompts])
+        groups, order, tokens = [], [], [prompt[:prefix] for prompt in prompts[:1]]
+        for group, prompt in zip(members, prompts, strict=True):
             # A completion's last token predicts nothing that is asked for, so it need not be in the stream.
-            groups.append((len(prompt), tuple(ends[row] - 1 for row in members)))
-            tokens += [prompt, *(ids[row, start : start + ends[row] - 1] for row in members)]
-            order += members
+            groups.append((len(prompt) - prefix, tuple(ends[row] - 1 for row in group)))
+            tokens += [prompt[prefix:], *(ids[row, start : start + ends[row] - 1] for row in group)]
+            order += group
         device = rows.ids.device
         if not groups:
             prompt = ids[0, :start][real[0, :start]].to(device)
             stream = Stream(((len(prompt), ()),), device)
             hidden = forward(self.decoder, prompt[None], stream.positions, stream)[0]  # [1, S, H] -> [S, H]
             return hidden[-1:], torch.empty(0, dtype=torch.long, device=device)
-        stream = Stream(tuple(groups), device)
+        stream = Stream(tuple(groups), device, prefix)
         # [1, N, H] -> [N, H]
         hidden = forward(self.decoder, torch.cat(tokens)[None].to(device), stream.positions, stream)[0]
         numbers = torch.cat([torch.arange(row * length, row * length + ends[row]) for row in order])

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 from grpo_lightning.memory import COPIED, GiB, Shape
 from grpo_lightning.sampler.fused_decode import FusedDecodeStep
 from grpo_lightning.transformer import lm_head
-from grpo_lightning.transformer.attention import Stream, forward
+from grpo_lightning.transformer.attention import Stream, forward, shared_prefix
 
 
 class KVCache(ABC):
@@ -490,12 +490,15 @@ def prefill(decoder: Any, prompts: Sequence[Sequence[int]], *, tokens: int) -> t
         room -= len(prompt)
     hidden, layers = [], []
     for chunk in chunks:
-        recording = _Recording(Stream(tuple((len(prompt), ()) for prompt in chunk), device))
-        ids = torch.tensor([token for prompt in chunk for token in prompt], device=device)
+        prefix = shared_prefix(decoder, chunk)
+        recording = _Recording(Stream(tuple((len(prompt) - prefix, ()) for prompt in chunk), device, prefix))
+        rest = [token for prompt in chunk for token in prompt[prefix:]]
+        ids = torch.tensor([*chunk[0][:prefix], *rest], device=device)
         states = forward(decoder, ids[None], recording.stream.positions, recording)[0]  # [1, N, H] -> [N, H]
         starts = torch.tensor([[start] for start, _, _ in recording.stream.spans], device=device)
         # [p, 1] with [S] -> [p, S]; behind a shorter prompt stand its neighbour's keys, which nobody asks for.
-        places = (starts + torch.arange(longest, device=device)).clamp(max=len(ids) - 1)
+        steps = torch.arange(longest, device=device)
+        places = (starts - prefix + steps).clamp(max=len(ids) - 1).where(steps >= prefix, steps)
         hidden.append(states[torch.tensor([end - 1 for _, end, _ in recording.stream.spans], device=device)])
         # [N, Hkv, D] -> [p, S, Hkv, D] -> [p, Hkv, S, D]
         layers.append(

@@ -2,7 +2,8 @@
 
 A stream is [prompt | completion 1 | ... | completion G | next prompt | ...], one row without padding. A prompt attends
 to itself; a completion attends to its prompt and to itself, as if the two stood alone, so nothing but the amount of
-work differs from G separate rows: S + sum(T) tokens instead of G (S + max T).
+work differs from G separate rows: S + sum(T) tokens instead of G (S + max T). On a CPU, tokens with which all prompts
+begin, such as a system prompt, may stand before the first prompt, once.
 
 The stream enters through transformers' attention interface. A model with ``register_grouped(name)`` as its
 ``attn_implementation`` behaves as with ``name``, unless its forward pass is given ``grouped=`` an `Attention`, here a
@@ -35,6 +36,8 @@ BLOCK = 128
 _PREFIX = "grouped_"
 Groups = Sequence[tuple[int, tuple[int, ...]]]
 """For every group the length of its prompt (at least 1) and the lengths of its completions (0 is allowed)."""
+MIN_SAVED = 1e10
+"""Floating-point operations of a forward pass that a shared prefix has to save: its attention takes more calls."""
 _MIN_FILL = 0.7
 """Segments at least this long, relative to the longest, are attended to in one call: padding against calls."""
 
@@ -118,29 +121,43 @@ def forward(decoder: Any, ids: Tensor, positions: Tensor, attention: Attention) 
     return hidden
 
 
+def shared_prefix(decoder: Any, prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with and are computed once for all; 0 where that saves too little."""
+    if decoder.device.type != "cpu" or len(prompts) < 2:
+        return 0
+    first, *_, last = sorted(map(list, prompts))  # by whose order the others lie between them
+    common = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+    length = min(common, min(map(len, prompts)) - 1)  # of every prompt the last token is left
+    saved = 2 * decoder.num_parameters(exclude_embeddings=True) * length * (len(prompts) - 1)
+    return length if saved >= MIN_SAVED else 0
+
+
 @dataclass(frozen=True)
 class Stream:
     """Groups laid out one after another, N tokens in all, with the attention of each token to what it may see."""
 
     groups: Groups
     device: torch.device
+    prefix: int = 0
+    """Tokens before the groups that belong to every prompt, and are not counted in its length."""
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
         """Where every group's prompt starts, where its first completion starts, and where the group ends."""
-        ends = list(accumulate(prompt + sum(completions) for prompt, completions in self.groups))
+        sizes = (prompt + sum(completions) for prompt, completions in self.groups)
+        bounds = list(accumulate(sizes, initial=self.prefix))
         return [
-            (start, start + prompt, end) for start, end, (prompt, _) in zip([0, *ends], ends, self.groups, strict=False)
+            (start, start + prompt, end)
+            for start, end, (prompt, _) in zip(bounds[:-1], bounds[1:], self.groups, strict=True)
         ]
 
     @cached_property
     def positions(self) -> Tensor:
         """The position [1, N] of every token in its own row, prompt included."""
-        parts = [
-            torch.arange(first, first + length)
-            for prompt, completions in self.groups
-            for first, length in ((0, prompt), *((prompt, length) for length in completions))
-        ]
+        parts = [torch.arange(self.prefix)]
+        for prompt, completions in self.groups:
+            end = self.prefix + prompt
+            parts += [torch.arange(self.prefix, end), *(torch.arange(end, end + length) for length in completions)]
         return torch.cat(parts)[None].to(self.device)  # [N] -> [1, N]
 
     @cached_property
@@ -164,7 +181,7 @@ class Stream:
         Returns:
             Pairs of places [n, L] in the stream, 0 where padded, and which are real [n, L].
         """
-        bounds = []
+        bounds = [(0, self.prefix)]
         for (start, prompt_end, _), (_, completions) in zip(self.spans, self.groups, strict=True):
             bounds.append((start, prompt_end - start))
             for length in completions:
@@ -206,7 +223,9 @@ class Stream:
         # Under autocast the rotation leaves queries and keys in float32.
         query, key = query.to(value.dtype), key.to(value.dtype)
         if self.device.type == "cpu":
-            output: Tensor = _Cascade.apply(query, key, value, self.spans, self.segments, scale)
+            # Of which the first two bound keys, and the last two the queries that see them all.
+            shared = [(0, self.prefix, query.shape[2]), *self.spans] if self.prefix else self.spans
+            output: Tensor = _Cascade.apply(query, key, value, shared, self.segments, scale)
             return output
         return self.flex(query, key, value, scale)
 
@@ -294,10 +313,11 @@ def _overlaps(bounds: Sequence[tuple[int, int]], blocks: int) -> Tensor:
 class _Cascade(torch.autograd.Function):
     """Attention to a shared prompt and to a completion's own tokens, by the CPU's flash kernels, with its gradient.
 
-    Queries of a completion see two blocks of keys, its prompt's and its own. With o, l the output and the log-sum-exp
-    of each block, l = log(e^l1 + e^l2) and o = e^(l1 - l) o1 + e^(l2 - l) o2. The kernel's backward pass for one block
-    uses o and l only through e^(attention score - l) and the dot product of o with its gradient, so it is called with
-    the joined values. Inside, everything has its token first, [N, Hq, D], and the log-sum-exps are [N, Hq].
+    Queries see their own keys and those before: of a completion its prompt's, of all a prefix's. With o, l the output
+    and the log-sum-exp of each block, l = log(e^l1 + e^l2) and o = e^(l1 - l) o1 + e^(l2 - l) o2. The kernel's backward
+    pass for one block uses o and l only through e^(attention score - l) and the dot product of o with its gradient, so
+    it is called with the joined values. Inside, everything has its token first, [N, Hq, D], and the log-sum-exps are
+    [N, Hq].
 
     Sources: Hydragen, arXiv:2402.05099, for splitting attention at the end of a shared prompt; FlashAttention-2,
     arXiv:2307.08691, for joining blocks by their log-sum-exp, and its backward pass.
@@ -348,7 +368,8 @@ class _Cascade(torch.autograd.Function):
             prompt, completions = slice(start, middle), slice(middle, end)
             tensors = [dout[completions], q[completions], k[prompt], v[prompt], out[completions], lse[completions]]
             parts = _flash_backward(*(t[None] for t in tensors), causal=False, scale=ctx.scale)
-            dq[completions], dk[prompt], dv[prompt] = (part[0] for part in parts)
+            for whole, part, place in zip((dq, dk, dv), parts, (completions, prompt, prompt), strict=True):
+                whole[place] += part[0]
         for places, real in ctx.segments:
             tensors = [_side_by_side(t, places) for t in (dout, q, k, v, out)]
             # Padding repeats the stream's first token: with an infinite sum it has no weights, and so no gradient.
