@@ -29,6 +29,8 @@ CASES = (
     Setting("full_length", mean=None),
     Setting("large_vocabulary", vocabulary=151_936, prompts=2),
     Setting("thousand_tokens", mean=None, cap=1024, prompts=2),
+    Setting("long_answers", prompt=64, cap=256, mean=None, prompts=2, keys=2),
+    Setting("short_answers", prompt=512, cap=64, mean=None, prompts=2, keys=2),
     Setting("base_bf16", bf16=True),
 )
 EQUALITY = Setting("equality", prompt=24, cap=40, mean=20, group=6, prompts=3, hidden=64, layers=2, kl=0.04)
@@ -63,12 +65,14 @@ def run(options: Namespace, cases: Sequence[Setting] = CASES) -> dict[str, Any]:
             | (ratio(seconds[other], seconds["ours"]) if len(seconds) == 2 else {})
             for phase, seconds in phases.items()
         }
+        row["update_rate"] = median(pair["ours"]["update_rate"] for pair in pairs)
         figures[case.name] = row
         cells = [f"{row['step'][name]:.2f}" for name in workers] + [f"**{format_ratio(row['step'])}**"]
         cells += [
             format_ratio(row[phase]) if options.against else f"{row[phase]['ours']:.2f} s"
             for phase in ("rollout", "update")
         ]
+        cells[-1] += f", {row['update_rate']:.2f} of the rate of products"
         print(f"| {' | '.join([case.name, *cells])} |", flush=True)
     return figures
 

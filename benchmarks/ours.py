@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import grpo_lightning
 from benchmarks.setting import Setting
+from grpo_lightning.policy.hf import matmul_rate
 from grpo_lightning.types import Prompts
 
 
@@ -62,16 +63,26 @@ def bare_trainer(**more: Any) -> Trainer:
 class Lockstep(Callback):
     """Waits for a line before every step and answers with what the step took."""
 
+    rate = 0.0
+    """The best rate of matrix products that was measured."""
+
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if not sys.stdin.readline().strip():
             trainer.should_stop = True
             raise SystemExit(0)
         self.started = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         seconds = time.perf_counter() - self.started
         times = {name: value for name, value in module.metrics.items() if name.startswith("time/")}
-        print(json.dumps({**times, "seconds": seconds, "length": module.metrics["completion/length_mean"]}), flush=True)
+        flops = 3 * sum(update.flops for update in outputs["updates"])  # backward costs two forwards
+        matmul_rate.cache_clear()  # what was measured before the first step shared the machine with the other process
+        self.rate = max(self.rate, module.policy.flops_per_second())
+        more = {
+            "update_rate": flops / times["time/update"] / self.rate,
+            "length": module.metrics["completion/length_mean"],
+        }
+        print(json.dumps({**times, "seconds": seconds, **more}), flush=True)
 
 
 def main() -> None:
