@@ -136,7 +136,7 @@ REDUCED = {
     "guess": ("llama", [*SHORT, "rollout.group_size=3"], 2),
     "sft_tiny": (None, [*SUPERVISED, *TINY], 2),
     "sft_tiny_flawed": ("llama", SUPERVISED, 2),
-    "smollm2_arithmetic": ("llama", [*SHORT, "rollout.group_size=3"], 2),
+    "smollm2_arithmetic": ("llama", [*SHORT, "rollout.group_size=3", "rollout.downsample.size=2"], 2),
 }
 
 

@@ -33,9 +33,13 @@ def test_the_commands_of_examples_train(tmp_path):
 @pytest.mark.slow
 def test_the_notebook_learns_resumes_and_generates():
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     results = [output.data["text/plain"] for output in outputs if output.output_type == "execute_result"]
     assert float(results[-1]) > 0.5  # pass@1 of the shipped policy is about .25
-    assert "<answer>" in outputs[-1].text
+    texts = [output.text for output in outputs if output.output_type == "stream" and output.name == "stdout"]
+    assert any("<answer>" in text for text in texts)
+    skipped = [text for text in texts if text.startswith("skipped")]
+    print(*skipped or ["with the real model"])
+    assert skipped or "= 42" in texts[-1]  # SmolLM2 talks about the product before

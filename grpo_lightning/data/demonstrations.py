@@ -142,20 +142,22 @@ class ReasoningDemonstrations(GeneratedRows):
     no entry's seed in common.
 
     Args:
-        tasks: Name of a reasoning_gym data set -> its configuration without size and seed.
+        tasks: Name of a reasoning_gym data set -> its configuration without size and seed; None leaves it out.
         size: Number of demonstrations.
         seed: First of the entries' seeds.
         slip_rate: Probability of each step of the reasoning to be wrong, 0 to 1.
     """
 
-    def __init__(self, tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int, slip_rate: float) -> None:
+    def __init__(self, tasks: Mapping[str, Mapping[str, Any] | None], size: int, seed: int, slip_rate: float) -> None:
         import reasoning_gym  # takes seconds, which the other sources can do without
 
-        if not tasks or not set(tasks) <= set(_REASONING):
-            raise ValueError(f"tasks: expected one or more of {sorted(_REASONING)}, got {list(tasks)}")
+        chosen = {task: config for task, config in tasks.items() if config is not None}
+        if not chosen or not set(chosen) <= set(_REASONING):
+            raise ValueError(f"tasks: expected one or more of {sorted(_REASONING)}, got {list(chosen)}")
         super().__init__(size, seed)
         self._sources = [
-            (task, reasoning_gym.create_dataset(task, size=size, seed=seed, **config)) for task, config in tasks.items()
+            (task, reasoning_gym.create_dataset(task, size=size, seed=seed, **config))
+            for task, config in chosen.items()
         ]
         self._slip_rate = slip_rate
 
