@@ -2,6 +2,7 @@
 
 import random
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
-from grpo_lightning.transformer.attention import Stream, _bounds, _visible_pairs, block_mask, register_grouped
+from grpo_lightning.transformer import attention
+from grpo_lightning.transformer.attention import (
+    Stream,
+    _bounds,
+    _visible_pairs,
+    block_mask,
+    register_grouped,
+    shared_prefix,
+)
 
 CPU = torch.device("cpu")
 STREAMS = {
@@ -78,6 +87,13 @@ def test_places_by_hand():
     assert stream.spans == [(2, 3, 6), (6, 8, 9)]
     assert stream.positions.tolist() == [[0, 1, 2, 3, 4, 3, 2, 3, 4]]
     assert [places.tolist() for places in stream.predictors] == [[2, 3, 4], [2, 5], [7, 8]]
+
+
+def test_a_shared_prefix_by_hand(monkeypatch):
+    decoder = SimpleNamespace(device=CPU, num_parameters=lambda exclude_embeddings: 10)
+    monkeypatch.setattr(attention, "MIN_SAVED", 40)  # 2 * 10 for each of its tokens, of all prompts but one
+    prompts = {2: [(1, 2, 3), [1, 2, 4]], 1: [[1, 2], [1, 2, 3], [1, 2]], 0: [[1, 3], [1, 2]]}
+    assert {found: shared_prefix(decoder, some) for found, some in prompts.items()} == {n: n for n in prompts}
 
 
 def test_without_a_stream_the_attention_is_the_one_it_was_made_from():

@@ -6,14 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.measure import ratio
 from tests.support.composed import ROOT
-
-
-def test_ratios_of_neighbours():
-    assert ratio([4.0], [2.0]) == {"ratio": 2.0, "quartiles": [2.0, 2.0], "steps": 1}
-    found = ratio([2.0, 6.0, 3.0], [2.0, 3.0, 1.0])
-    assert (found["ratio"], found["quartiles"]) == (2.0, [1.0, 3.0])
 
 
 @pytest.mark.slow
