@@ -8,13 +8,14 @@ from argparse import Namespace
 from typing import Any
 
 from reasoning_gym.factory import DATASETS
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_lightning
 from grpo_lightning.data.datamodule import collate
 from grpo_lightning.preflight import signal_fraction
 
 SETTINGS = (
-    *("policy=hf", "data.max_prompt_length=256", "data.validation_size=1", "reward=[accuracy]", "loss.kl_coef=0"),
+    *("data.max_prompt_length=256", "data.validation_size=1", "reward=[accuracy]", "loss.kl_coef=0"),
     *("data.prompts_per_step=1", "rollout.group_size=8", "rollout.max_new_tokens=48", "logger=none"),
 )
 PROMPTS = 16
@@ -25,10 +26,11 @@ def run(options: Namespace) -> dict[str, Any]:
     if not options.model:
         raise SystemExit("tasks: --model=DIR names the model")
     tasks = sorted(options.cases or DATASETS)[: 2 if options.smoke else None]
+    policy = AutoModelForCausalLM.from_pretrained(options.model), AutoTokenizer.from_pretrained(options.model)
     figures = {}
     for task in tasks:
         try:
-            figures[task] = measure(str(options.model), task, 2 if options.smoke else PROMPTS)
+            figures[task] = measure(policy, task, 2 if options.smoke else PROMPTS)
         except (RuntimeError, ValueError) as error:  # such as prompts that are all too long
             print(f"{task}: {str(error).splitlines()[0]:.100}", flush=True)
     print("| task | score | right | groups with signal | tokens | truncated |\n|---|---|---|---|---|---|")
@@ -38,10 +40,9 @@ def run(options: Namespace) -> dict[str, Any]:
     return figures
 
 
-def measure(model: str, task: str, prompts: int) -> dict[str, float]:
+def measure(policy: Any, task: str, prompts: int) -> dict[str, float]:
     """Means over some prompts of the task, each answered by a group of completions."""
-    overrides = [*SETTINGS, f"policy.path={model}", f"data.task={task}"]
-    built = grpo_lightning.compose(*overrides, run_dir=tempfile.mkdtemp())
+    built = grpo_lightning.compose(*SETTINGS, f"data.task={task}", policy=policy, run_dir=tempfile.mkdtemp())
     built.data.load()
     module = built.module
     module.begin_without_trainer()
