@@ -19,7 +19,8 @@ from lightning import Callback
 import grpo_lightning
 from benchmarks.process import ROOT, result
 from benchmarks.setting import Setting
-from grpo_lightning.reward import Scoring, clip_scores, total
+from grpo_lightning.reward import Scoring
+from grpo_lightning.reward.spec import clip_scores, total
 
 GOAL, STEPS = 0.9, 120
 STYLES: dict[str, dict[str, Any]] = {
@@ -90,7 +91,7 @@ def theirs(style: str, seed: int, steps: int) -> Progress:
         for batch in run.data.train_dataloader()
         for i, text in enumerate(batch.texts)
     ]
-    prompts = [policy.render(text) for text, _ in rows]
+    prompts = [policy.chat.render(text) for text, _ in rows]
     if policy.tokenizer(prompts[:8])["input_ids"] != policy.tokenize([text for text, _ in rows[:8]]):
         raise SystemExit("the two would read other tokens")
 

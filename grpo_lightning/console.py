@@ -84,13 +84,12 @@ def _redact_value(value: Any, is_secret: bool) -> Any:
 
 def redact_overrides(words: Sequence[str]) -> list[str]:
     """Overrides without secrets, such as the values of ``logger.api_key=abc`` and ``logger={api_key: abc}``."""
-    return [redact(_redact_word(word)) for word in words]
-
-
-def _redact_word(word: str) -> str:
-    key, sign, value = word.partition("=")
-    names = [key.rpartition(".")[2].lstrip("+~"), *(_NAME.findall(value) if "{" in value else ())]
-    return f"{key}={REDACTED}" if sign and any(map(_is_secret, names)) else word
+    redacted = []
+    for word in words:
+        key, sign, value = word.partition("=")
+        names = [key.rpartition(".")[2].lstrip("+~"), *(_NAME.findall(value) if "{" in value else ())]
+        redacted.append(redact(f"{key}={REDACTED}" if sign and any(map(_is_secret, names)) else word))
+    return redacted
 
 
 def escape_control(text: str) -> str:

@@ -129,13 +129,6 @@ def _update_bytes(shape: Shape, load: Workload, *, tokens: float, share: float) 
     return max(kept + head + head_gradient, below + backward + head_gradient, gradients + backward)
 
 
-def format_prediction(parts: Mapping[str, float]) -> str:
-    """What `predict` returns as a line of text in GiB, without parts that round to nothing."""
-    sizes = {name: f"{size / GiB:.2f}" for name, size in parts.items() if name != "peak"}
-    listed = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.00")
-    return f"memory: {parts['peak'] / GiB:.2f} GiB at most{f' ({listed})' * bool(listed)}, predicted"
-
-
 def announce_memory(config: Mapping[str, Any], module: Any, data: Any, trainer: "Trainer") -> dict[str, float]:
     """Print the memory that a run needs, and warn where a GPU has less; returns the bytes by part, if predictable."""
     shape = module.policy.shape()
@@ -153,7 +146,9 @@ def announce_memory(config: Mapping[str, Any], module: Any, data: Any, trainer: 
         prompt_tokens=max(module.policy.count_tokens(first)),
     )
     predicted = predict(shape, load)
-    for line in wrap(format_prediction(predicted)):
+    sizes = {name: f"{size / GiB:.2f}" for name, size in predicted.items() if name != "peak"}
+    listed = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.00")
+    for line in wrap(f"memory: {predicted['peak'] / GiB:.2f} GiB at most{f' ({listed})' * bool(listed)}, predicted"):
         log_line(line)
     if not on_cpu and predicted["peak"] > (available := torch.cuda.mem_get_info()[1]):
         log.warning(

@@ -54,14 +54,8 @@ def recorded_steps(directory: Path) -> dict[int, Path]:
 
 
 def format_steps(steps: Collection[int]) -> str:
-    """Steps in words, such as ``1 to 40, 60``."""
-    ranges: list[list[int]] = []
-    for step in sorted(steps):
-        if ranges and step == ranges[-1][1] + 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    return ", ".join(f"{one}" if one == last else f"{one} to {last}" for one, last in ranges[:8]) or "none"
+    """Steps in words, such as ``41 from 1 to 60``."""
+    return f"{len(steps)} from {min(steps)} to {max(steps)}" if steps else "none"
 
 
 def rewind(directory: Path, completed: int) -> list[Path]:

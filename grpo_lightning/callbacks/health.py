@@ -282,13 +282,10 @@ class HealthMonitor(Callback):
         stop: Whether to end a run that cannot recover, as a failure, after its checkpoint is written.
 
     Raises:
-        ValueError: On construction, if ``rollouts`` is below 1.
         UnrecoverableRun: At the end of the fit, if ``stop`` has ended it.
     """
 
     def __init__(self, directory: str, *, rollouts: int, stop: bool) -> None:
-        if rollouts < 1:
-            raise ValueError(f"callbacks.doctor.rollouts={rollouts}: must be an integer >= 1")
         self.path = Path(directory) / "health.json"
         self.stop = stop
         self.findings: list[dict[str, Any]] = []

@@ -5,6 +5,7 @@ Both callbacks change results, and are off unless chosen.
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,13 +34,10 @@ class ReferenceRefresh(Callback):
         alpha: How far the reference moves towards the policy, in (0, 1].
 
     Raises:
-        ValueError: On construction, if a number is out of range; when training starts, if there is no reference or its
-            weights are not shaped like the policy's.
+        ValueError: When training starts, if there is no reference or its weights are not shaped like the policy's.
     """
 
     def __init__(self, *, every: int, alpha: float) -> None:
-        if every < 1 or not 0 < alpha <= 1:
-            raise ValueError(f"callbacks.reference: every={every}, alpha={alpha}; use every >= 1 and 0 < alpha <= 1")
         self.every = every
         self.alpha = alpha
         self._restored: Mapping[str, Tensor] | None = None
@@ -74,6 +72,7 @@ class ReferenceRefresh(Callback):
         self._restored = state_dict.get("reference")
 
 
+@dataclass(kw_only=True, eq=False)
 class RewardModelTraining(Callback):
     """Trains the reward model every so many rollouts, on the outcome reward of their completions and of older ones.
 
@@ -84,45 +83,32 @@ class RewardModelTraining(Callback):
     completion to which the outcome reward does not apply teaches nothing. Weights, optimizer and examples are part of
     checkpoints.
 
-    Args:
-        reward: Name of the reward among conf/reward; its function is a `RewardModel`.
-        every: Rollouts between two updates.
-        epochs: Passes over the new and the replayed examples of an update.
-        batch_size: Examples per optimizer step.
-        lr: Learning rate, constant; a continued run takes the new one.
-        replay: The fraction of an update's examples that are from before the last update, in [0, 1); smaller where
-            there are not so many.
-        buffer_size: The most examples that are kept to be replayed.
-        max_grad_norm: The gradient's L2 norm from which on it is clipped.
-        seed: Decides which examples are replayed, and the order of all.
-
     Raises:
-        ValueError: On construction, if a number is out of range; when training starts, if there is no such reward, it
-            is no `RewardModel` with float32 weights, it is the outcome reward itself, or there
-            is more than one process.
+        ValueError: When training starts, if there is no such reward, it is no `RewardModel` with float32 weights, it is
+            the outcome reward itself, or there is more than one process.
     """
 
-    def __init__(
-        self,
-        *,
-        reward: str,
-        every: int,
-        epochs: int,
-        batch_size: int,
-        lr: float,
-        replay: float,
-        buffer_size: int,
-        max_grad_norm: float,
-        seed: int,
-    ) -> None:
-        if min(every, epochs, batch_size) < 1 or min(buffer_size, lr) < 0 or max_grad_norm <= 0 or not 0 <= replay < 1:
-            raise ValueError(
-                f"callbacks.reward_model: every={every}, epochs={epochs}, batch_size={batch_size}, lr={lr}, "
-                f"replay={replay}, buffer_size={buffer_size}, max_grad_norm={max_grad_norm}; the first three must be "
-                ">= 1, replay a fraction in [0, 1), max_grad_norm > 0 and the others >= 0"
-            )
-        self.reward, self.every, self.epochs, self.batch_size, self.lr = reward, every, epochs, batch_size, lr
-        self.replay, self.buffer_size, self.max_grad_norm, self.seed = replay, buffer_size, max_grad_norm, seed
+    reward: str
+    """Name of the reward among conf/reward; its function is a `RewardModel`."""
+    every: int
+    """Rollouts between two updates."""
+    epochs: int
+    """Passes over the new and the replayed examples of an update."""
+    batch_size: int
+    """Examples per optimizer step."""
+    lr: float
+    """Learning rate, constant; a continued run takes the new one."""
+    replay: float
+    """The fraction of an update's examples that are from before the last update, in [0, 1); smaller where there are not
+    so many."""
+    buffer_size: int
+    """The most examples that are kept to be replayed."""
+    max_grad_norm: float
+    """The gradient's L2 norm from which on it is clipped."""
+    seed: int
+    """Decides which examples are replayed, and the order of all."""
+
+    def __post_init__(self) -> None:
         self.pending: list[Example] = []
         """The examples of the rollouts since the last update."""
         self.buffer: list[Example] = []
@@ -241,10 +227,7 @@ class RewardModelTraining(Callback):
     def state_dict(self) -> dict[str, Any]:
         trained = self._restored
         if self._model is not None and self._optimizer is not None:
-            trained = {
-                "weights": dict(self._model.network.state_dict()),
-                "optimizer": self._optimizer.state_dict(),
-            }
+            trained = {"weights": dict(self._model.network.state_dict()), "optimizer": self._optimizer.state_dict()}
         return {"pending": _to_lists(self.pending), "buffer": _to_lists(self.buffer), "trained": trained}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -36,6 +36,8 @@ from grpo_lightning.rollout.collector import Collected
 from grpo_lightning.rollout.scoring import turn_spans
 from grpo_lightning.types import Prompt, Scored
 
+log = logging.getLogger(__name__)
+
 HISTOGRAM = "~histogram"  # begins the tags of histograms, so that TensorBoard sorts them behind the scalars
 CHARTS = {
     "Progress": {
@@ -86,10 +88,8 @@ class CompletionTables(Callback):
         self.limits = {"max_rows": max_rows, "max_characters": max_characters}
         self._validated: list[Scored] = []
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step: int = module.completed_steps  # type: ignore[assignment]
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        step: int = module.completed_steps
         if not trainer.is_global_zero or not outputs or "scored" not in outputs or (step % self.every and step != 1):
             return
         scored, advantages = outputs["scored"], outputs["advantages"]
@@ -112,12 +112,11 @@ class CompletionTables(Callback):
         if outputs and "scored" in outputs and trainer.is_global_zero and has_room:
             self._validated.append(outputs["scored"])
 
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         validated, self._validated = self._validated, []
-        loop: Any = module.loop
-        if validated and loop.is_logged:
-            step: int = module.completed_steps  # type: ignore[assignment]
-            self._write(trainer, "completions/validation", Scored.concatenate(validated), step=step)
+        if validated and module.loop.is_logged:
+            scored = Scored.concatenate(validated)
+            self._write(trainer, "completions/validation", scored, step=module.completed_steps)
 
     def _write(
         self, trainer: Trainer, name: str, scored: Scored, advantages: torch.Tensor | None = None, *, step: int
@@ -297,7 +296,6 @@ def hparams_columns(
     return columns
 
 
-log = logging.getLogger(__name__)
 _RECORDED = ("reward", "advantage", "loss", "rollout")  # the parts whose settings are recorded, once
 
 
@@ -309,26 +307,19 @@ class RecordRollouts(Callback):
     Args:
         directory: Where the files go.
         every: Steps between two that are recorded; the first step always is.
-
-    Raises:
-        ValueError: On construction, if ``every`` is below 1.
     """
 
     def __init__(self, directory: str, *, every: int) -> None:
-        if every < 1:
-            raise ValueError(f"callbacks.rollouts.every={every}: must be an integer >= 1")
         self.directory = Path(directory)
         self.every = every
         self._policy = ""
         self._has_warned = False
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         if isinstance(module, GRPOLightningModule) and self._is_due(module.completed_steps + 1):
             self._policy = recording.fingerprint(module.policy)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
         if not isinstance(module, GRPOLightningModule) or not outputs or not self._is_due(module.completed_steps):
             return
         collected: Collected = outputs["collected"]

@@ -123,6 +123,7 @@ _FINITE = number(lambda _: True, "a finite number")
 _NOT_NEGATIVE = number(lambda v: v >= 0, "a number >= 0")
 _POSITIVE = number(lambda v: v > 0, "a number > 0")
 _SHARE = number(lambda v: 0 < v <= 1, "a number in (0, 1]")
+_FRACTION = number(lambda v: 0 <= v < 1, "a number in [0, 1)")
 _DTYPES = ("float32", "bfloat16", "float16")
 _ATTENTION = choice("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -165,21 +166,24 @@ _SAMPLING = tuple(
 )
 RULES: dict[str, Rule] = {
     **_each(Rule(integer(0).test, "an integer >= 0, where 0 keeps all tokens"), "rollout.top_k"),
-    **_each(integer(0), "steps", "module.max_skipped", "schedule.warmup_steps"),
+    **_each(integer(0), "steps", "module.max_skipped", "schedule.warmup_steps", "callbacks.reward_model.buffer_size"),
     **_each(integer(1), "preflight.prompts", "data.train_size", "rollout.max_new_tokens", "rollout.max_tries"),
     **_each(integer(1), "validation.every", "validation.samples_per_prompt", "loss.weights.length"),
-    **_each(integer(1), "module.ppo_epochs", "module.microbatch_tokens"),
+    **_each(integer(1), "module.ppo_epochs", "module.microbatch_tokens", "callbacks.doctor.rollouts"),
+    **_each(integer(1), "callbacks.reward_model.epochs", "callbacks.reward_model.batch_size"),
     **_each(integer(1, null=True), "module.minibatch_size"),
     **_each(integer(2), "rollout.group_size", "rollout.downsample.size"),
     **_each(integer(2, null=True), "sampler.max_model_len"),
     "seed": integer(0, 2**32 - 1),  # the range of numpy's generator, which Lightning seeds
     **_each(_FINITE, "rollout.threshold"),
     **_each(_NOT_NEGATIVE, "rollout.kl_penalty", "validation.temperature", "loss.kl_coef", "loss.entropy_coef"),
-    **_each(_NOT_NEGATIVE, "advantage.eps", "optimizer.lr", "optimizer.weight_decay"),
+    **_each(_NOT_NEGATIVE, "advantage.eps", "optimizer.lr", "optimizer.weight_decay", "callbacks.reward_model.lr"),
     **_each(_POSITIVE, "rollout.temperature", "module.max_grad_norm", "loss.surrogate.epsilon_high"),
+    "callbacks.reward_model.max_grad_norm": _POSITIVE,
     **_each(_POSITIVE, "loss.surrogate.tau_positive", "loss.surrogate.tau_negative"),
     **_each(_SHARE, "rollout.top_p", "rollout.top_entropy", "sampler.gpu_memory_utilization"),
-    **_each(number(lambda v: 0 <= v < 1, "a number in [0, 1)"), "rollout.min_p", "correction.low"),
+    "callbacks.reference.alpha": _SHARE,
+    **_each(_FRACTION, "rollout.min_p", "correction.low", "callbacks.reward_model.replay"),
     **_each(number(lambda v: v > 0, "GiB > 0", null=True), "rollout.kv_cache_gib", "sampler.kv_cache_gib"),
     **_each(number(lambda v: v > 1, "a number > 1", null=True), "loss.surrogate.dual_clip", "loss.surrogate.delta"),
     "loss.surrogate.epsilon_low": number(lambda v: 0 < v < 1, "a number in (0, 1)"),

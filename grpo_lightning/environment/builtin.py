@@ -1,25 +1,18 @@
 """Built-in environments: a calculator, a guessing game, and a verifier that lets the model try again."""
 
-import ast
-import operator
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from grpo_lightning.environment.base import BadCall
 from grpo_lightning.reward.accuracy import tag
+from grpo_lightning.reward.countdown import evaluate
 from grpo_lightning.reward.spec import arguments
 
 _OPENING, _CLOSING = "calc(", ")="
 _CHARACTERS = frozenset("0123456789.+-*/() ")
 _MAX_EXPRESSION = 200  # characters: numbers stay below 10^200
-_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 _EXAMPLE = f"a call looks like {_OPENING}12*34{_CLOSING}"
 
 
@@ -52,23 +45,11 @@ def _evaluate(expression: str) -> Fraction:
         raise ValueError(f"more than {_MAX_EXPRESSION} characters")
     if strange := sorted(set(expression) - _CHARACTERS):
         raise ValueError(f"{strange[0]!r} is not allowed, only numbers, + - * / and brackets")
-    text = expression.strip()
-
-    def value(node: ast.expr) -> Fraction:
-        match node:
-            case ast.Constant(value=int() | float()):
-                return Fraction(text[node.col_offset : node.end_col_offset])  # 0.1 is a tenth, as no float is
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value(left), value(right))
-            case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=operand):
-                return value(operand) * (-1 if isinstance(op, ast.USub) else 1)
-        raise SyntaxError
-
     try:
-        return value(ast.parse(text, mode="eval").body)
+        return evaluate(expression, Fraction)
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
-    except (SyntaxError, RecursionError, MemoryError):  # the parser's, of many brackets
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the parser's, of many brackets
         raise ValueError(f"not an expression; {_EXAMPLE}") from None
 
 

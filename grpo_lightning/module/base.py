@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
@@ -111,7 +111,7 @@ class Loop:
             self._signals.on_steps_start(self._trainer.strategy.launcher)
 
     def check(self) -> None:
-        """Raise ``Preempted`` if the process was asked to end."""
+        """Raise ``Preempted`` if the process was asked to end; called between generated tokens."""
         if self._trainer is not None:
             self._signals.check()
 
@@ -259,7 +259,7 @@ class StepModule(LightningModule):
             seed=self.seed_of(*what),
             step=self.completed_steps,
             clock=self.clock,
-            poll=self.poll,
+            poll=self.loop.check,
             microbatch_tokens=self.microbatch_tokens,
             ranks=self.loop.ranks,
             sampler=self.sampler,
@@ -284,10 +284,6 @@ class StepModule(LightningModule):
             )
             raise FloatingPointError(f"in {when}, {error}; {cause}") from error
 
-    def poll(self) -> None:
-        """Raise ``Preempted`` if the process was asked to end; called between generated tokens."""
-        self.loop.check()
-
     def train_step(self, prompts: Prompts | list[Prompt], **columns: Any) -> dict[str, float]:
         """Make one step without a Trainer, for a loop of one's own in one process; returns its metrics by name.
 
@@ -310,18 +306,6 @@ class StepModule(LightningModule):
             self.on_fit_start()
             self.on_train_start()
         self.loop = self._own_loop  # a validation by a Trainer has its own
-
-    @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *_: Any, **__: Any) -> Self:
-        """Not supported: a module is built from settings.
-
-        Raises:
-            TypeError: Always; the message says what to use.
-        """
-        raise TypeError(
-            f"{cls.__name__}.load_from_checkpoint: a module is built from its run's settings, use "
-            f"grpo_lightning.compose(\"checkpoint='{checkpoint_path}'\").module, which has the checkpoint's weights"
-        )
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -507,7 +491,7 @@ class SFTLightningModule(StepModule):
 
     def training_step(self, prompts: Prompts) -> None:
         ranks = self.loop.ranks
-        ranks.all_or_raise(self.poll)
+        ranks.all_or_raise(self.loop.check)
         self.clock.restart()
         if "completion" not in prompts.columns:
             raise ValueError(f"module=sft needs a column 'completion'; the data has {sorted(prompts.columns)}")

@@ -220,10 +220,6 @@ class Policy(nn.Module, ABC):
 
     # Text
 
-    def render(self, prompt: str | list[Message]) -> str:
-        """The text that the model continues, see `ChatTokenizer.render`."""
-        return self.chat.render(prompt)
-
     def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of every prompt; those that are token ids already stay as they are."""
         tokens = self.chat.tokenize(prompts)

@@ -159,13 +159,7 @@ class SharedPath:
             return packed(hidden.to(dtype)).float()
 
         return SharedPromptCache(
-            self.decoder,
-            logits,
-            prompts,
-            group_size,
-            longest=longest,
-            fused=step,
-            is_static=_is_static(self.decoder),
+            self.decoder, logits, prompts, group_size, longest=longest, fused=step, is_static=_is_static(self.decoder)
         )
 
 

@@ -4,31 +4,7 @@ A process reward gives (end, score) pairs: the score of each step of the reasoni
 in characters. Only the reward model needs torch.
 """
 
-from grpo_lightning.reward.scoring import Scores, Scoring, check_columns, check_rows
-from grpo_lightning.reward.spec import (
-    PerCompletion,
-    PermanentError,
-    Reward,
-    RewardError,
-    RewardSpec,
-    Score,
-    clip_scores,
-    scalar,
-    total,
-)
+from grpo_lightning.reward.scoring import Scoring, check_columns, check_rows
+from grpo_lightning.reward.spec import PerCompletion, PermanentError, RewardError, RewardSpec
 
-__all__ = [
-    "PerCompletion",
-    "PermanentError",
-    "Reward",
-    "RewardError",
-    "RewardSpec",
-    "Score",
-    "Scores",
-    "Scoring",
-    "check_columns",
-    "check_rows",
-    "clip_scores",
-    "scalar",
-    "total",
-]
+__all__ = ["PerCompletion", "PermanentError", "RewardError", "RewardSpec", "Scoring", "check_columns", "check_rows"]

@@ -64,15 +64,30 @@ def countdown(
 def _value(text: str, used: "Counter[int]") -> Fraction:
     """The value of integers joined by + - * / and brackets, which are counted in ``used``; a ValueError for others."""
 
+    def count(digits: str) -> Fraction:
+        used[int(digits)] += 1
+        return Fraction(digits)
+
+    if not _EXPRESSION.fullmatch(text):
+        raise ValueError("expected integers and + - * / ( )")
+    return evaluate(text, count)
+
+
+def evaluate(text: str, number: Callable[[str], Fraction]) -> Fraction:
+    """The exact value of an untrusted expression of numbers, + - * / and brackets; ``number`` reads a number's text.
+
+    Raises:
+        ValueError: It is something else, as are the parser's SyntaxError, RecursionError and MemoryError.
+        ZeroDivisionError: It divides by zero.
+    """
+    text = " ".join(text.split())
+
     def value(node: ast.AST) -> Fraction:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            used[node.value] += 1
-            return Fraction(node.value)
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            return number(text[node.col_offset : node.end_col_offset])  # 0.1 is a tenth, as no float is
         if not isinstance(node, ast.UnaryOp | ast.BinOp) or type(node.op) not in _OPERATIONS:
             raise ValueError(f"expected arithmetic, got {type(node).__name__}")
         values = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
         return _OPERATIONS[type(node.op)](*map(value, values))
 
-    if not _EXPRESSION.fullmatch(text):
-        raise ValueError("expected integers and + - * / ( )")
-    return value(ast.parse(" ".join(text.split()), mode="eval").body)
+    return value(ast.parse(text, mode="eval").body)

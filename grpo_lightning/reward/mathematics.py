@@ -17,14 +17,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, Limit, MatrixBase, preorder_traversal
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
-from grpo_lightning.reward.accuracy import (
-    answer_text,
-    last_number,
-    normalize,
-    numbers_in,
-    prepend_prefills,
-    right_text,
-)
+from grpo_lightning.reward.accuracy import answer_text, last_number, normalize, numbers_in, prepend_prefills, right_text
 from grpo_lightning.reward.spec import score_rows
 
 log = logging.getLogger(__name__)

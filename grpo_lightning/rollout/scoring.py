@@ -14,9 +14,9 @@ from grpo_lightning import reward
 from grpo_lightning.console import redact, single_line
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS, Ranks
 from grpo_lightning.policy import Policy
-from grpo_lightning.reward import RewardSpec, Score, Scoring, clip_scores, scalar, total
+from grpo_lightning.reward import RewardSpec, Scoring
 from grpo_lightning.reward.accuracy import of_environment, prefill, reasoning_gym
-from grpo_lightning.reward.spec import ARGUMENTS, arguments, innermost, is_missing
+from grpo_lightning.reward.spec import ARGUMENTS, Score, arguments, clip_scores, innermost, is_missing, scalar, total
 from grpo_lightning.sampler import Poll, Sampler
 from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.types import Clock, Prompt, Prompts, Sampled, Sampling, Scored, spans

@@ -279,8 +279,9 @@ class SharedPromptCache(KVCache):
         prompts = [self._prompts[group] for group in distinct]
         hidden, self._shared = prefill(self._decoder, prompts, tokens=PREFILL_TOKENS)
         self._prompt_lengths = [len(prompt) for prompt in prompts]
-        self._own = {layer: (_empty(k, len(rows)), _empty(v, len(rows))) for layer, (k, v) in self._shared.items()}
         of_row = torch.tensor(self._group_of, device=self.device)
+        # Room for no token: [p, Hkv, S, D] -> [b, Hkv, 0, D]
+        self._own = {layer: (k[of_row, :, :0], v[of_row, :, :0]) for layer, (k, v) in self._shared.items()}
         self._held, self._starts = [0] * len(rows), [0] * len(rows)
         self._before = torch.tensor(self._prompt_lengths, device=self.device)[of_row]
         self._lengths = torch.zeros_like(self._before)
@@ -293,7 +294,10 @@ class SharedPromptCache(KVCache):
     def reserve(self, tokens: int) -> None:
         limit = self._capacity()
         wanted = min(max(self._held) + tokens, limit)
-        self._grow(wanted)
+        if (old := self._room) < wanted:
+            for layer, (key, value) in self._own.items():
+                self._own[layer] = with_room(key, old, wanted, limit), with_room(value, old, wanted, limit)
+            self.version += 1
         is_even = self._on_cpu and tokens == 1 and len(set(self._held)) == 1
         self._even = self._held[0] if is_even else None
         # A GPU repeats what was recorded for one width, so it gets fewer of them; one that counts keys needs none.
@@ -375,15 +379,6 @@ class SharedPromptCache(KVCache):
         """The tokens that every slot has room for."""
         return next(iter(self._own.values()))[0].shape[2]
 
-    def _grow(self, tokens: int) -> None:
-        """Make room for so many tokens in every slot, with some more up to the capacity."""
-        if (old := self._room) >= tokens:
-            return
-        capacity = self._capacity()
-        for layer, (key, value) in self._own.items():
-            self._own[layer] = with_room(key, old, tokens, capacity), with_room(value, old, tokens, capacity)
-        self.version += 1
-
     # A step: nothing below looks at a value or takes memory that a later step would not find again.
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -427,11 +422,6 @@ class SharedPromptCache(KVCache):
             return KeyCounts(lengths.int() + 1, numbers, numbers * (keys.stride(0) // keys.shape[-1]))
         hidden = torch.arange(self._width, device=lengths.device) > lengths.unsqueeze(-1)  # [b, C]
         return exclusion_bias(hidden, keys.dtype)
-
-
-def _empty(prompts: Tensor, rows: int) -> Tensor:
-    """Room for no token, [rows, Hkv, 0, D], like keys or values [p, Hkv, S, D]."""
-    return prompts.new_empty(rows, prompts.shape[1], 0, prompts.shape[3])
 
 
 def with_room(past: Tensor, length: int, tokens: int, capacity: int) -> Tensor:

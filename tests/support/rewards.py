@@ -3,7 +3,8 @@
 import os
 import sys
 
-from grpo_lightning.reward import Scoring, scalar
+from grpo_lightning.reward import Scoring
+from grpo_lightning.reward.spec import scalar
 
 
 def score(rewards, prompts, completions, columns, completion_ids=None):
@@ -31,10 +32,6 @@ def of_one_answer(completion, prompt, answer):
 
 def fails_on_six(completions, answer):
     return [1 / (int(right) - 6) for right in answer]
-
-
-def sometimes(completions, answer):
-    return [None if len(text) % 2 else len(text) / 10 for text in completions]
 
 
 def never(completions):

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS
-from grpo_lightning.sampler.vllm.server import KEY, Connection, VLLMServer
+from grpo_lightning.sampler.vllm.server import KEY, VLLMServer
 from tests.vllm.support import tiny
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -46,10 +46,10 @@ def url(tmp_path_factory):
         running = subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log, cwd=place)
     os.environ[KEY] = "of-this-test"
     try:
-        asked = Connection(f"http://127.0.0.1:{port}", timeout=5)
+        asked = VLLMServer(url=f"http://127.0.0.1:{port}", directory=str(place), timeout=5)
         for _ in range(500):
             try:
-                asked.ask("/v1/models")
+                asked._ask("/v1/models")
                 break
             except RuntimeError:
                 assert running.poll() is None, (place / "log").read_text()[-3000:]

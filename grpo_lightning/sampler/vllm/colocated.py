@@ -9,6 +9,7 @@ import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -40,45 +41,34 @@ ENVIRONMENT = {
 }
 
 
+@dataclass(kw_only=True, eq=False)
 class VLLM(EngineSampler):
     """Completions by vLLM's kernels, with the log-probabilities of the distribution that they are sampled from.
 
     A completion's seed is its own: it depends neither on those beside it nor on the number of processes, but for
     rounding.
-
-    Args:
-        seed: Of the engine; each request has its own.
-        dtype: Of the engine's weights: float32, bfloat16 or float16; null: the type in which the policy computes.
-        max_model_len: Tokens of prompt and completion that a request may have; null: the model's context.
-        gpu_memory_utilization: Share of the GPU's memory that the engine may take.
-        kv_cache_gib: GiB of keys and values, in place of what that share leaves; null on a CPU: `CPU_CACHE_GIB`.
-        enforce_eager: Whether it starts without compilation and CUDA graphs.
-        sleep: Whether it gives a GPU's memory back while the policy trains.
-        engine: Further arguments of ``vllm.LLM``, those that `config.rules.engine_problems` allows.
     """
 
     key = "sampler=vllm"
+    seed: int
+    """Of the engine; each request has its own."""
+    dtype: str | None = None
+    """Of the engine's weights: float32, bfloat16 or float16; null: the type in which the policy computes."""
+    max_model_len: int | None = None
+    """Tokens of prompt and completion that a request may have; null: the model's context."""
+    gpu_memory_utilization: float = 0.4
+    """Share of the GPU's memory that the engine may take."""
+    kv_cache_gib: float | None = None
+    """GiB of keys and values, in place of what that share leaves; null on a CPU: `CPU_CACHE_GIB`."""
+    enforce_eager: bool = False
+    """Whether it starts without compilation and CUDA graphs."""
+    sleep: bool = True
+    """Whether it gives a GPU's memory back while the policy trains."""
+    engine: Mapping[str, Any] | None = None
+    """Further arguments of ``vllm.LLM``, those that `config.rules` allows."""
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        dtype: str | None = None,
-        max_model_len: int | None = None,
-        gpu_memory_utilization: float = 0.4,
-        kv_cache_gib: float | None = None,
-        enforce_eager: bool = False,
-        sleep: bool = True,
-        engine: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(dtype)
-        self.seed = seed
-        self.max_model_len = max_model_len
-        self.gpu_memory_utilization = gpu_memory_utilization
-        self.kv_cache_gib = kv_cache_gib
-        self.enforce_eager = enforce_eager
-        self.sleep = sleep
-        self.engine = dict(engine or {})
+    def __post_init__(self) -> None:
+        super().__init__(self.dtype)
         self._llm: Any = None
         self._device = torch.device("cpu")
 
@@ -123,15 +113,12 @@ class VLLM(EngineSampler):
     def _build(self, policy: "Policy", ranks: Ranks) -> Any:
         """An engine without weights."""
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        on_gpu, more = self._device.type == "cuda", self.engine
+        on_gpu, more = self._device.type == "cuda", dict(self.engine or {})
         cache = self.kv_cache_gib or (None if on_gpu else CPU_CACHE_GIB)
         if not on_gpu:
             # Of a part of a prompt it would undo the random numbers, which a CPU's generators do not allow.
             longest = self.max_model_len or policy.context or 0
-            more = more | {
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, longest),
-            }
+            more = more | {"enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, longest)}
         with TemporaryDirectory(prefix="grpo-lightning-") as folder, launcher_environment(ranks):
             computes_in = policy.write_config(Path(folder))  # outside of what follows, where nothing is rounded
             self._dtype = computes_in if self.dtype is None else getattr(torch, self.dtype)

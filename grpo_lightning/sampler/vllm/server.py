@@ -62,9 +62,16 @@ class VLLMServer(EngineSampler):
         self, *, url: str, directory: str, model: str | None = None, dtype: str | None = None, timeout: float = 600.0
     ) -> None:
         super().__init__(dtype)
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise ValueError(
+                f"sampler.url must be http://HOST:PORT or https://HOST:PORT, with the key in the environment variable "
+                f"{KEY}; it is {parts.scheme}://{parts.hostname}"
+            )
+        self.url, self._timeout = url.rstrip("/"), timeout
+        self._is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
         self.directory = Path(directory)
         self.model = model
-        self._server = Connection(url, timeout=timeout)
 
     @contextmanager
     def sync_weights(self, policy: "Policy", *, version: int, clock: Clock, ranks: Ranks) -> Iterator[None]:
@@ -102,7 +109,7 @@ class VLLMServer(EngineSampler):
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             with suppress(RuntimeError):  # the first error counts
-                self._server.ask("/abort_requests", {})  # the other completions are of no use to anybody
+                self._ask("/abort_requests", {})  # the other completions are of no use to anybody
             raise
         pool.shutdown()
         finished = [row for row, completion in enumerate(completions) if completion.finished]
@@ -111,7 +118,7 @@ class VLLMServer(EngineSampler):
         return completions
 
     def _only_model(self) -> str:
-        names = [str(model["id"]) for model in self._server.ask("/v1/models")["data"]]
+        names = [str(model["id"]) for model in self._ask("/v1/models")["data"]]
         if len(names) != 1:
             raise ValueError(f"sampler.model=null: name one of the models that are served: {', '.join(names)}")
         return names[0]
@@ -133,8 +140,8 @@ class VLLMServer(EngineSampler):
     def _reload(self, place: Path) -> None:
         """Make the server load the new weights and empty its prefix cache."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(place)}}
-        self._server.ask("/collective_rpc", call)
-        if self._server.ask("/reset_prefix_cache", {}).get("success") is not True:
+        self._ask("/collective_rpc", call)
+        if self._ask("/reset_prefix_cache", {}).get("success") is not True:
             raise RuntimeError(
                 "sampler=vllm_server: keys and values of older weights could not be dropped from its cache: somebody "
                 "else may be using it"
@@ -144,38 +151,19 @@ class VLLMServer(EngineSampler):
     def _complete_group(self, requests: Sequence[Request], asked: GenerationRequest) -> list[Completion]:
         """[G] completions of one prompt; vLLM derives their seeds from the first one's."""
         own = {"model": self.model, "prompt": list(requests[0].prompt), "n": len(requests), "return_token_ids": True}
-        answer = self._server.ask("/v1/completions", {**_NEUTRAL, **request_parameters(requests[0], asked), **own})
+        answer = self._ask("/v1/completions", {**_NEUTRAL, **request_parameters(requests[0], asked), **own})
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         if len(choices) != len(requests):
-            raise RuntimeError(f"{self._server.url}: {len(choices)} completions of a prompt came, not {len(requests)}")
+            raise RuntimeError(f"{self.url}: {len(choices)} completions of a prompt came, not {len(requests)}")
         return [self._completion(choice, asked) for choice in choices]
 
     def _completion(self, choice: Mapping[str, Any], asked: GenerationRequest) -> Completion:
         ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if not ids or not logprobs or len(ids) != len(logprobs):
-            raise RuntimeError(f"{self._server.url}: a completion came without its token ids or log-probabilities")
+            raise RuntimeError(f"{self.url}: a completion came without its token ids or log-probabilities")
         if asked.stops and (length := asked.stops([ids], [len(ids)])[0]):
             return Completion(ids[:length], logprobs[:length], finished=True)
         return Completion(ids, logprobs, finished=ids[-1] in asked.end_ids)
-
-
-class Connection:
-    """Requests to one server, over connections that are kept open; a lost one is made again.
-
-    Args:
-        url: http://HOST:PORT or https://HOST:PORT.
-        timeout: Seconds for one answer.
-    """
-
-    def __init__(self, url: str, *, timeout: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise ValueError(
-                f"sampler.url must be http://HOST:PORT or https://HOST:PORT, with the key in the environment variable "
-                f"{KEY}; it is {parts.scheme}://{parts.hostname}"
-            )
-        self.url, self._timeout = url.rstrip("/"), timeout
-        self._is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
 
     @cached_property
     def _client(self) -> httpx2.Client:
@@ -183,8 +171,11 @@ class Connection:
         limits = httpx2.Limits(max_connections=MAX_CONCURRENT + 1, max_keepalive_connections=MAX_CONCURRENT + 1)
         return httpx2.Client(timeout=self._timeout, limits=limits, trust_env=not self._is_local)
 
-    def ask(self, path: str, content: Any = None) -> Any:
-        """The answer to a request, POST with content and GET without; an empty one is an empty mapping."""
+    def _ask(self, path: str, content: Any = None) -> Any:
+        """The answer to a request, POST with content and GET without; an empty one is an empty mapping.
+
+        Connections are kept open; a lost one is made again.
+        """
         url, key = f"{self.url}{path}", os.environ.get(KEY, "").strip()  # without the line end that files have
         method, headers = "GET" if content is None else "POST", {"Authorization": f"Bearer {key}"} if key else {}
         for pause in _PAUSES:
