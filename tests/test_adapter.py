@@ -26,16 +26,8 @@ def base(tmp_path_factory):
 
 
 def adapted(base, directory, *overrides):
-    return small_run(
-        directory,
-        "policy=hf",
-        f"policy.path={base}",
-        ADAPTER,
-        "reference=adapter_off",
-        "rollout.max_new_tokens=10",
-        "optimizer.lr=0.02",
-        *overrides,
-    )
+    words = ("policy=hf", f"policy.path={base}", ADAPTER, "reference=adapter_off", "rollout.max_new_tokens=10")
+    return small_run(directory, *words, "optimizer.lr=0.02", *overrides)
 
 
 @pytest.mark.slow

@@ -117,26 +117,6 @@ def test_process_supervision_by_hand():
     assert_close(process(steps, eps=0.0), expected)
 
 
-def test_one_step_per_completion_is_outcome_supervision():
-    rewards = torch.tensor([[1.0, 0.0, 2.5], [0.0, 0.0, 1.0]])
-    steps = torch.full((2, 3, 4), NAN)
-    for completion, length in enumerate((4, 2, 3)):
-        steps[:, completion, length - 1] = rewards[:, completion]
-    found = process(steps)
-    for completion, length in enumerate((4, 2, 3)):
-        assert_close(found[:, completion, :length], standardized(rewards)[:, completion, None].expand(2, length))
-        assert found[:, completion, length:].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("advantage", ALL)
-def test_groups_do_not_mix(advantage):
-    rewards = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.5, 9.0]])
-    changed = rewards.clone()
-    changed[1] += torch.tensor([3.0, -1.0, 0.5])
-    assert_close(advantage(changed)[0], advantage(rewards)[0], rtol=0, atol=0)
-    assert_close(advantage(rewards.flip(0)).flip(0), advantage(rewards), rtol=0, atol=0)
-
-
 def test_a_group_of_one_and_other_corrections_are_refused():
     for advantage in EVERY:
         for shape in ((3, 1), (4,)):

@@ -137,11 +137,6 @@ def test_a_library_is_used_where_it_belongs():
                 assert {part_of(path), place} & USED_BY.get(top, set()), f"{place} may not import {top}"
 
 
-def test_the_package_asserts_nothing():
-    for path in FILES:
-        assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text()))), path
-
-
 def test_every_part_of_the_config_has_a_module_of_its_name():
     parts = {p.name for p in CONF.iterdir() if p.is_dir()}
     for part in parts - {"algorithm", "experiment", "sweep", "debug", "optimizer", "trainer", "correction"}:

@@ -1,24 +1,21 @@
 """What callbacks write and show: completions, exports, progress lines, a moving reference, seconds of phases."""
 
 import csv
-import io
 import json
 import math
 import os
 import time
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning import Callback
-from rich.console import Console
 from tensorboard.plugin_util import markdown_to_safe_html
 from torch.testing import assert_close
 
 from grpo_lightning.callbacks.iterative import ReferenceRefresh
-from grpo_lightning.callbacks.logs import completions_table, describe_metrics, fence, progress_bar
+from grpo_lightning.callbacks.logs import completions_table, describe_metrics, fence
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.console import escape_control
 from grpo_lightning.types import Clock, Prompts, Sampled, Scored
@@ -197,25 +194,6 @@ def test_a_line_shows_what_is_known_the_outcome_first():
     assert describe_metrics(module(metrics, validated=10), room=80) == "accuracy .98  pass@1 .26"
 
 
-def test_wild_numbers_and_names_fit_the_bar_and_the_line():
-    wild = {
-        **{"reward/accuracy": -1234.5678, "reward/total": -99999.0, "val/pass@1": 0.97, "loss/total": -1e-30},
-        **{"policy/kl_divergence": 1.23e-11, "advantage/std": 1e9, "perf/tokens_per_second": 1234567.0},
-    }
-    trainer = SimpleNamespace(validating=False, sanity_checking=False)
-    for columns, right, left_out in product((40, 80, 140), ("accuracy", "a_long_name" * 9), (None, *wild)):
-        metrics = {n.replace("accuracy", right): value for n, value in wild.items() if n != left_out}
-        console = Console(file=io.StringIO(), force_terminal=True, width=columns, color_system=None)
-        state = module(metrics, right=right, done=99_000, validated=98_000, steps=100_000)
-        bar = progress_bar(state, trainer, console)
-        bar.add_task("fit", total=state.steps, completed=state.completed_steps)
-        [line] = console.render_lines(bar.get_renderable(), pad=False)
-        text = "".join(segment.text for segment in line)
-        assert len(text.rstrip("\n")) <= columns
-        assert "100000" in text
-        assert len(describe_metrics(state, room=columns - 25, keep_old=True)) <= columns - 25
-
-
 COUNTING = [
     "+callbacks.average={_target_: lightning.pytorch.callbacks.EMAWeightAveraging, decay: 0.5}",
     "+callbacks.rate={_target_: lightning.pytorch.callbacks.LearningRateMonitor, logging_interval: step}",
@@ -307,9 +285,6 @@ def test_a_continued_run_has_the_reference_it_had(tmp_path):
 
 
 def test_a_refresh_that_cannot_be_is_refused():
-    for settings in ({"every": 0, "alpha": 1.0}, {"every": 1, "alpha": 0.0}, {"every": 1, "alpha": 1.5}):
-        with pytest.raises(ValueError, match="use every >= 1 and 0 < alpha <= 1"):
-            ReferenceRefresh(**settings)
     with pytest.raises(ValueError, match=r"no reference to refresh; set loss.kl_coef or rollout.kl_penalty"):
         ReferenceRefresh(every=1, alpha=1.0).on_fit_start(None, small_module("loss.kl_coef=0"))
 

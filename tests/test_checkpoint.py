@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils.tensorboard import SummaryWriter
 
 import grpo_lightning as grpo
 from grpo_lightning.checkpoint import io as checkpoint_io
@@ -34,7 +33,6 @@ from grpo_lightning.checkpoint.resume import (
 )
 from grpo_lightning.config.settings import command_name
 from grpo_lightning.distributed.strategies import FullyShardedStrategy
-from tests.support.board import scalars
 from tests.support.composed import ROOT, composed
 from tests.support.running import SMALL, contents, small_run
 
@@ -129,24 +127,6 @@ def test_what_a_killed_process_has_left_is_removed(run):
     small_run(run, *RUN, "steps=5", "checkpoint=last")
     assert {path.name for path in folder.iterdir()} == {"last.ckpt", "best.ckpt", "mine.ckpt", ".last.ckpt.x"}
     assert {path.name for path in run.iterdir() if path.name.startswith(".")} == {".notes"}
-
-
-def test_events_are_cut_back_to_their_recorded_length(tmp_path):
-    writer = SummaryWriter(str(tmp_path), filename_suffix=resume.EVENTS_SUFFIX)
-    writer.add_scalar("x", 1.0, 1)
-    writer.flush()
-    lengths = resume.event_lengths(tmp_path)
-    writer.add_scalar("x", 2.0, 2)
-    writer.close()
-    later = SummaryWriter(str(tmp_path), filename_suffix=f".later{resume.EVENTS_SUFFIX}")
-    later.add_scalar("x", 3.0, 3)
-    later.close()
-    assert sorted(step for step, _ in scalars(tmp_path)["x"]) == [1, 2, 3]
-    resume.rewind_events(tmp_path, lengths)
-    assert scalars(tmp_path)["x"] == [(1, 1.0)]
-    assert resume.event_lengths(tmp_path) == lengths
-    resume.rewind_events(tmp_path, {})
-    assert resume.event_lengths(tmp_path) == {}
 
 
 def sharded(directory: Path, metadata: bytes = b"") -> Path:

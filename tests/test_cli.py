@@ -37,9 +37,6 @@ def ok(completions, **k):
 def crash(completions, **k):
     ctypes.string_at(0)
 
-def leave(completions, **k):
-    exit()
-
 def fails(completions, **k):
     calls.append(1)
     if len(calls) > 4:
@@ -88,17 +85,6 @@ def test_an_error_leaves_its_sentence_and_its_traceback(tmp_path):
     logged = (tmp_path / "run" / "train.log").read_text()
     for text in ("step 1/3", "Traceback (most recent call last)", "in fails"):
         assert text in logged
-
-
-@pytest.mark.slow
-def test_in_a_sweep_the_other_jobs_run(tmp_path):
-    run = start(tmp_path, "-m", reward("fails,mine.leave,mine.ok"), "hydra.sweep.dir=sweep")
-    errors = run.communicate(timeout=300)[1]
-    assert run.returncode == 1
-    found = [summary(tmp_path / "sweep" / reward(name)) for name in ("fails", "leave", "ok")]
-    assert [one["status"] for one in found] == ["failed", "failed", "finished"]
-    assert all("reward 'custom'" in one["error"] for one in found[:2])
-    assert "Traceback" not in errors
 
 
 @pytest.mark.slow

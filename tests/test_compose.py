@@ -118,6 +118,8 @@ def test_a_run_of_objects_writes_what_the_command_line_does(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["overrides"] == [*SMALL, "callbacks.samples=null"]
+    assert (summary["choices"]["reward"], summary["choices"]["data"]) == (["letters"], "rows")
+    assert "advantage" not in summary["choices"]  # an object that no file of conf/ describes
     assert (tmp_path / ".hydra" / "config.yaml").exists()
     assert (tmp_path / "export" / "model.safetensors").exists()
     assert not (tmp_path / "tensorboard").exists()

@@ -11,7 +11,6 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lightning.composition import experiment_note
 from grpo_lightning.config import check_config
 from grpo_lightning.config.settings import value_at
 from grpo_lightning.run import Run
@@ -188,12 +187,6 @@ def test_what_a_command_chooses_wins_over_an_experiment():
                 assert found.keys() - own.keys() <= {".system_prompt", ".path"}, (path.stem, *choices, part)
             for key in ("_target_", "group_filter", "max_tries"):
                 assert config["rollout"][key] == alone["rollout"][key], (path.stem, algorithm, key)
-
-
-def test_experiments_that_show_no_learning_say_so_first():
-    assert "that it runs, not that it learns." in " ".join(" ".join(experiment_note("rlox_quickstart")).split())
-    assert "no learning was measured" in " ".join(" ".join(experiment_note("gpt2_notebook")).split())
-    assert experiment_note("mine") == []
 
 
 def test_who_wins():

@@ -57,6 +57,7 @@ def test_values_of_a_wrong_type_or_out_of_range():
             "validation.temperature={" + LINEAR + ", start: 1.0, end: 0.5, steps: 5}": "must be a number >= 0",
             "+callbacks.mine={_target_: grpo_lightning.callbacks.logs.CompletionTables, every: 0, max_rows: 9, "
             "max_characters: 9}": "callbacks.mine.every=0: must be an integer >= 1",
+            "callbacks=reference_refresh|callbacks.reference.alpha=1.5": "alpha=1.5: must be a number in (0, 1]",
             "environment=guess|environment.role=system": "environment.role=system: must be one of user, tool or null",
         }
     )

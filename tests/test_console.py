@@ -58,17 +58,8 @@ VALUES = {
 
 
 def test_the_end_says_how_it_went_and_what_it_leaves_behind(tmp_path):
-    def first(metric, values=VALUES):
-        summary = {"values": values, "seconds": 43.4}
-        return end_banner(summary, CONFIG | {"sweep_metric": metric}, tmp_path / "absent", "again")
-
     told = "pass@1 .261 → .971 (best .979 at 100) · 43 s"
-    assert first("val/pass@1") == first("val/absent") == [told]
-    assert first("reward/accuracy") == ["accuracy .250 → .750 · 43 s"]
-    assert first("val/pass@1", {"loss/total": VALUES["loss/total"]}) == ["loss 2.500 → .125 · 43 s"]
-    assert first("val/pass@1", {"val/pass@1": VALUES["val/pass@1"] | {"first_step": 9}}) == ["pass@1 .971 · 43 s"]
-    assert first("val/pass@1", {}) == ["43 s"]
-
+    assert end_banner({"values": {}, "seconds": 43.4}, CONFIG, tmp_path / "absent", "again") == ["43 s"]
     summary = {"values": VALUES, "seconds": 43.4, "metrics": {"val/pass@1": 0.5, "val/maj@4": 0.25, "loss/total": 1.0}}
     for name in ("export", "tensorboard", "checkpoints"):
         (tmp_path / name).mkdir()
@@ -78,9 +69,6 @@ def test_the_end_says_how_it_went_and_what_it_leaves_behind(tmp_path):
     assert " ".join(" ".join(lines).split()) == (
         f"{told} exported to {tmp_path}/export look at it with: tensorboard --logdir {tmp_path} continue with: again"
     )
-    long = tmp_path / ("d" * 90)
-    (long / "export").mkdir(parents=True)
-    assert end_banner(summary, CONFIG, long, "again") == [told, "exported to", f"  {long}/export"]
     assert end_banner(summary, CONFIG | {"mode": "export"}, tmp_path, "again") == []
     config = CONFIG | {"mode": "validate"}
     assert end_banner(summary, config, tmp_path, "again") == ["validated: pass@1 .500 · maj@4 .250 · 43 s"]

@@ -6,7 +6,6 @@ row  rho = policy / sampler    product   geometric mean
 """
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,10 +15,10 @@ from torch.testing import assert_close
 from grpo_lightning import loss
 from grpo_lightning.config import config_warnings
 from grpo_lightning.distributed.ranks import SINGLE_PROCESS
-from grpo_lightning.loss import PolicyLoss, clipped, completion_mean, corrections, k3, mismatch, token_mean
+from grpo_lightning.loss import PolicyLoss, clipped, corrections, k3, mismatch, token_mean
 from grpo_lightning.module.update import accumulate
 from grpo_lightning.transformer import lm_head
-from tests.support.composed import build, composed
+from tests.support.composed import composed
 from tests.support.mismatch import NOISE, ragged
 from tests.support.running import small_run
 
@@ -43,23 +42,6 @@ def test_what_stands_behind_a_completion_does_not_count():
         expected = torch.nn.functional.pad(TIGHT[name](LOG_RATIO, MASK), (0, 2))
         assert torch.equal(TIGHT[name](wide, counts), expected)
         assert not TIGHT[name](LOG_RATIO, torch.zeros_like(MASK)).any()
-
-
-def test_no_correction_is_a_factor_of_exactly_one():
-    policy_loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0)
-    assert torch.equal(policy_loss.correct(LOG_RATIO, MASK, on_policy=True), torch.ones(2, 3))
-    assert build()("loss").correction is None
-
-
-def test_beside_a_ratio_to_the_sampler_only_what_is_left_out_counts():
-    policy_loss = PolicyLoss(partial(clipped, epsilon_low=0.2, epsilon_high=0.2), k3, completion_mean, 0.04, 0.0)
-    for function, expected in (
-        (partial(loss.token_truncation, cap=2.0), [[1.0] * 3, [1.0, 1.0, 0.0]]),
-        (partial(loss.token_mask, low=0.4, high=3.0), [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]),
-        (partial(loss.sequence_mask, low=0.0, high=1.4), [[0.0] * 3, [1.0, 1.0, 0.0]]),
-    ):
-        corrected = replace(policy_loss, correction=function)
-        assert_close(corrected.correct(LOG_RATIO, MASK, on_policy=False), torch.tensor(expected))
 
 
 def test_statistics_by_hand():
@@ -162,14 +144,6 @@ def test_the_gradient_made_in_the_head_is_that_of_the_long_way(name, on_policy, 
     assert count == len(passes) > 2
     assert_close(early, late, rtol=0, atol=1e-7 * float(late.abs().max()))
     assert early.abs().max() > 1e-3
-
-
-def test_a_gradient_is_known_beforehand_where_tokens_stand_by_themselves(drawn):
-    surrogate = partial(clipped, epsilon_low=0.1, epsilon_high=0.15)
-    for name in CHOICES:
-        policy_loss = PolicyLoss(surrogate, k3, token_mean, 0.3, 0.0, TIGHT[name])
-        known = policy_loss.gradient_by_logprobs(drawn[1], token_mean(drawn[1].mask), on_policy=True)
-        assert (known is not None) == name.startswith("token"), name
 
 
 DISTURBED = ("rollout._target_=tests.support.mismatch.Disturbed", "module.self_check=false")

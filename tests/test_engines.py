@@ -23,7 +23,7 @@ from grpo_lightning.config import ConfigError, check_config
 from grpo_lightning.module import grpo
 from grpo_lightning.module.update import check_rollout
 from grpo_lightning.sampler.vllm.colocated import VLLM
-from grpo_lightning.sampler.vllm.server import Connection, VLLMServer
+from grpo_lightning.sampler.vllm.server import VLLMServer
 from tests.support import stand_in
 from tests.support.composed import composed
 from tests.support.episodes import FakeResponder, chatty
@@ -366,7 +366,7 @@ def test_a_lost_connection_is_made_again_and_the_first_error_counts(server, samp
 def test_wrong_addresses_are_errors():
     for url in ("host:8000", "http://user:word@host"):
         with pytest.raises(ValueError, match=r"sampler\.url must be http://HOST:PORT") as caught:
-            Connection(url, timeout=1)
+            VLLMServer(url=url, directory="x")
         assert "word" not in str(caught.value)
 
 

@@ -219,7 +219,7 @@ def test_the_chat_template_is_given_the_tools_or_the_run_refused(tmp_path):
         _ = with_tools(path, "policy.plain_text=true").module
     (path / "chat_template.jinja").write_text(TEMPLATE)
     policy = with_tools(path).module.policy
-    assert policy.render("How much?").startswith("add: Sums up ${a} and ${b}.\n<|im_start|>user\nHow much?<|im_end|>")
+    assert policy.chat.render("How much?").startswith("add: Sums up ${a} and ${b}.\n<|im_start|>user\nHow much?<")
     assert policy.chat.reply_role == "tool"
     assert "<|im_start|>tool\nmore" in policy.tokenizer.decode(policy.reply_ids("more", after=None))
     assert with_tools(path, "environment.role=user").module.policy.chat.reply_role == "user"

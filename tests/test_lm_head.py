@@ -73,18 +73,6 @@ def test_values_and_gradients_are_those_of_all_logits(temperature):
                 assert_close(found_gradients, gradients, rtol=1e-4, atol=2e-6)
 
 
-def test_outside_of_a_set_there_is_neither_probability_nor_gradient():
-    head, hidden, _ = made()
-    support = SamplingSupport(torch.tensor([3, 1]).int(), torch.tensor([0, 3, 10, 7]).int())
-    logprobs, entropy = head(hidden[:2], torch.tensor([3, 7]), temperature=1.0, entropy=True, support=support)
-    by_hand = (hidden[0] @ head.weight[[0, 3, 10]].T).log_softmax(-1)
-    assert_close(logprobs[0], by_hand[1])
-    assert_close(entropy[0], -(by_hand.exp() * by_hand).sum())
-    first, only = (torch.autograd.grad(logprobs[n], head.weight, retain_graph=True)[0] for n in (0, 1))
-    assert first.any(-1).nonzero().flatten().tolist() == [0, 3, 10]
-    assert only.count_nonzero() == 0  # of a single token nothing can be learned
-
-
 def test_with_the_right_gradient_the_logits_are_made_once(monkeypatch):
     head, hidden, ids = made()
     calls = []

@@ -6,9 +6,8 @@ from datetime import datetime
 import pytest
 import torch
 
-from grpo_lightning import compose
 from grpo_lightning.module.base import MetricHistory
-from tests.support.running import SMALL, small_run
+from tests.support.running import small_run
 
 MEASURED = ("time/", "perf/")
 """What is not the same when it is done again."""
@@ -66,20 +65,3 @@ def test_a_continued_run_has_the_values_of_an_unbroken_one(tmp_path):
     assert [whole["val/pass@1"][name] for name in ("first_step", "last_step")] == [0, 5]
     last = torch.load(tmp_path / "parts" / "checkpoints" / "last.ckpt", weights_only=True)
     assert summary(tmp_path / "parts")["started"] == last["run"]["started"] == began
-
-
-@pytest.mark.slow
-def test_compose_knows_the_parts(tmp_path):
-    def short(completions, **columns):
-        return [float(len(text) < 9) for text in completions]
-
-    own = [word for word in SMALL if not word.startswith(("reward", "data.t", "data.v"))]
-    prompts = [{"prompt": f"Say {number}"} for number in range(8)]
-    run = compose(*own, "algorithm=dr_grpo", reward={"short": short}, data=prompts, run_dir=tmp_path).fit()
-    chosen = summary(tmp_path)["choices"]
-    wanted = {"algorithm": "dr_grpo", "loss": "dr_grpo", "advantage": "centered", "reference": "none", "data": "rows"}
-    assert {name: chosen[name] for name in wanted} == wanted
-    assert chosen["reward"] == ["short"]
-    assert chosen["policy"] == "scratch"
-    another = compose(*own, data=prompts, reward=short, loss=run.module.loss, run_dir=tmp_path / "b")
-    assert "loss" not in another.choices  # an object that no file of conf/ describes

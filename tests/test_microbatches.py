@@ -1,6 +1,5 @@
 """Micro-batches and operations of a forward pass, by hand."""
 
-import random
 import re
 
 import torch
@@ -57,24 +56,6 @@ def test_packed_microbatches_by_hand():
     assert split(8) == [[1], [4], [0, 2], [3]]  # 3 + 4 | 3 + 2, no room for 7 | 7, no room for 2
     assert split(6) == [[1], [4], [0], [2], [3]]
     assert split(1) == [[1], [4], [0], [2], [3]]
-
-
-def test_micro_batches_cover_every_row_once_within_the_budget():
-    chance = random.Random(0)
-    for tokens in (1, 17, 64, 10_000):
-        for group_size in (1, 3, 8):
-            prompts = [prompt for n in range(12) for prompt in [[n] * chance.randint(1, 20)] * group_size]
-            lengths = [chance.randint(1, 12) for _ in prompts]
-            rows = ragged(prompts, lengths)
-            packed, padded = packed_microbatches(rows, tokens), padded_microbatches(rows, tokens)
-            for batches in (packed, padded):
-                assert sorted(torch.cat(batches).tolist()) == list(range(len(prompts)))
-            for batch in packed:
-                distinct = {tuple(prompts[row]) for row in batch.tolist()}
-                assert len(batch) == 1 or sum(lengths[row] for row in batch) + sum(map(len, distinct)) <= tokens
-            for batch in padded:
-                widest = max(len(prompts[row]) for row in batch) + max(lengths[row] for row in batch)
-                assert len(batch) == 1 or len(batch) * widest <= tokens
 
 
 def test_operations_of_a_forward_pass_by_hand():

@@ -16,7 +16,6 @@ from tests.support.mismatch import ragged
 from tests.support.running import small_module, small_run
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dapo", "grpo", "rloo")]
 
 
 @pytest.fixture
@@ -33,16 +32,13 @@ def gradients(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["gspo", *SLOW])
-def test_gradients_do_not_depend_on_the_microbatch_budget(algorithm, gradients, tmp_path):
+def test_gradients_and_metrics_do_not_depend_on_the_microbatch_budget(gradients, tmp_path):
     metrics = [
-        small_run(tmp_path / str(tokens), f"algorithm={algorithm}", f"module.microbatch_tokens={tokens}").metrics
+        small_run(tmp_path / str(tokens), "algorithm=gspo", f"module.microbatch_tokens={tokens}").metrics
         for tokens in (16384, 150, 1)
     ]
     for name in (name for name in metrics[0] if name.startswith(("loss/", "policy/", "optim/", "completion/"))):
         assert [m[name] for m in metrics[1:]] == pytest.approx([metrics[0][name]] * 2, rel=1e-4, abs=1e-6), name
-    if algorithm == "dapo":  # the others' loss is zero on-policy
-        assert abs(metrics[0]["loss/policy"]) > 1e-3
     whole, some, single = gradients
     assert whole.abs().max() > 1e-3
     scale = float(whole.abs().max())

@@ -105,31 +105,6 @@ def test_the_token_with_which_a_text_is_reached(policy):
     assert policy.token_at(ids, lengths[-1] + 5) == len(ids) - 1
 
 
-def test_padding_and_other_rows_change_neither_log_probabilities_nor_gradients(any_policy):
-    policy, pad = any_policy, torch.nn.functional.pad
-    sampled = generate(policy, PROMPTS, group_size=2, sampling=FREE, seed=3)
-    wide = replace(
-        sampled,
-        ids=pad(sampled.ids, (5, 4), value=policy.pad_id),
-        attention_mask=pad(sampled.attention_mask, (5, 4)),
-        **{name: pad(getattr(sampled, name), (0, 4)) for name in ("mask", "logprobs", "entropy")},
-    )
-    expected = policy.logprobs(sampled, temperature=1.0)
-    found = policy.logprobs(wide, temperature=1.0)
-    assert_close(found[:, :-4], expected, rtol=0, atol=1e-5)
-    assert found[:, -4:].count_nonzero() == 0
-
-    def gradient(rows, parts):
-        policy.zero_grad()
-        for part in parts:
-            policy.logprobs(rows[torch.tensor(part)], temperature=1.0).sum().backward()
-        return torch.cat([p.grad.flatten() for p in policy.parameters()])
-
-    together, apart = gradient(sampled, [[0, 1, 2, 3, 4, 5]]), gradient(wide, [[5], [1, 3], [0, 2, 4]])
-    assert together.abs().max() > 0.1
-    assert_close(apart, together, rtol=1e-4, atol=1e-4 * float(together.abs().max()))
-
-
 def test_the_seed_alone_decides_and_not_what_is_sampled_beside_a_completion(policy):
     sampling, reported = replace(FREE, stop=("a", "e", "n")), {}  # many end early, so that the batch is compacted
     state = torch.get_rng_state()

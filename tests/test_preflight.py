@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo_lightning.preflight as package
-from grpo_lightning.preflight import advice, page, signal_fraction
+from grpo_lightning.preflight import advice, signal_fraction
 from grpo_lightning.run import Run
 from tests.support.composed import build, composed
 from tests.support.running import SMALL
@@ -138,13 +138,6 @@ def test_advice_names_what_to_change():
         assert sum(part in sentence for sentence in advice(FACTS | changed)) == 1, part
     unscored = " ".join(advice(FACTS | {"rewards": {"accuracy": UNSCORED}, "right": 0.0}))
     assert "easier prompts" not in unscored
-
-
-def test_the_page_fits_into_80_columns():
-    wide = {"mean": -1234.56, "std": 0.00123, "min": -1234.5, "max": -0.00123, "none": 1.0, "failed": 0.123}
-    lines = list(page(FACTS | {"rewards": {"a_reward_with_a_rather_long_name": wide, "accuracy": ACCURACY}}))
-    assert max(map(len, lines)) <= 80
-    assert "reward/accuracy: None 0.0%\n              mean 0.4 ± 0.5, from 0 to 1\n" in "\n".join(lines)
 
 
 def test_an_update_that_does_not_fit_names_what_needs_less(tmp_path):

@@ -149,14 +149,6 @@ def test_every_float32_comes_back_from_nine_digits():
     assert [encode(float("inf")), encode(-float("inf"))] == ["inf", "-inf"]
 
 
-def test_the_same_rollout_makes_the_same_bytes(tmp_path):
-    one, other = tmp_path / "a" / recording.file_name(1), tmp_path / "b" / recording.file_name(1)
-    for path in (one, other):
-        recording.write(path, made())
-    assert one.read_bytes() == other.read_bytes()
-    assert gzip.decompress(one.read_bytes()).isascii()  # whatever was sampled is safe to show
-
-
 def test_a_policy_has_another_fingerprint_once_a_bit_of_it_changes():
     torch.manual_seed(0)
     policy = torch.nn.Linear(3, 2)
@@ -173,7 +165,7 @@ def test_a_policy_has_another_fingerprint_once_a_bit_of_it_changes():
 
 
 def test_steps_in_words_and_beyond_a_checkpoint(tmp_path):
-    assert recording.format_steps([1, 2, 3, 7, 9, 10]) == "1 to 3, 7, 9 to 10"
+    assert recording.format_steps([1, 2, 3, 7, 9, 10]) == "6 from 1 to 10"
     assert recording.format_steps([]) == "none"
     for step in (1, 2, 3, 12):
         (tmp_path / recording.file_name(step)).write_bytes(b"")

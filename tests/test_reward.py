@@ -7,9 +7,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from grpo_lightning.reward import PerCompletion, RewardError, RewardSpec, Scoring, check_columns, total
+from grpo_lightning.reward import PerCompletion, RewardError, RewardSpec, Scoring, check_columns
 from grpo_lightning.reward.accuracy import exact
-from grpo_lightning.reward.spec import clip_scores
+from grpo_lightning.reward.spec import clip_scores, total
 from tests.support import rewards
 from tests.support.composed import build
 from tests.support.rewards import score

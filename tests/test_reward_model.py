@@ -15,12 +15,8 @@ from tests.support.checkpoints import write_reward_model
 from tests.support.running import small_run
 
 SETTINGS = {
-    "dtype": "float32",
-    "device": "cpu",
-    "batch_tokens": 200,
-    "max_length": 256,
-    "label": 0,
-    "trust_remote_code": False,
+    **{"dtype": "float32", "device": "cpu", "batch_tokens": 200, "max_length": 256},
+    **{"label": 0, "trust_remote_code": False},
 }
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12 + 34?"}]
 PROMPTS = ["What is 12 + 34?", MESSAGES, "Corgis are", "State the final answer"]
@@ -104,15 +100,8 @@ def test_neither_inference_mode_nor_autocast_nor_the_random_state_takes_part(cha
 # --- training it
 
 TRAINING = {
-    "reward": "model",
-    "every": 1,
-    "epochs": 1,
-    "batch_size": 4,
-    "lr": 1e-3,
-    "replay": 0.1,
-    "buffer_size": 100,
-    "max_grad_norm": 1.0,
-    "seed": 0,
+    **{"reward": "model", "every": 1, "epochs": 1, "batch_size": 4, "lr": 1e-3},
+    **{"replay": 0.1, "buffer_size": 100, "max_grad_norm": 1.0, "seed": 0},
 }
 
 
@@ -197,20 +186,11 @@ def test_the_forward_batches_do_not_change_the_update(llama):
 
 def settings_of(path) -> list[str]:
     return [
-        "reward=[custom,format,model]",
-        "callbacks=reward_model",
-        "rollout.outcome=custom",
-        "rollout.threshold=0.4",
-        f"reward.model.function.path={path}",
-        "reward.model.function.max_length=256",
-        "reward.model.function.device=cpu",
-        "reward.model.clip=[-1,1]",
-        "callbacks.reward_model.every=1",
-        "callbacks.reward_model.batch_size=3",
-        "callbacks.reward_model.lr=0.003",
-        "callbacks.reward_model.buffer_size=12",
-        "validation.every=2",
-        "callbacks.checkpoint.every=1",
+        *("reward=[custom,format,model]", "callbacks=reward_model", "rollout.outcome=custom", "rollout.threshold=0.4"),
+        *(f"reward.model.function.path={path}", "reward.model.function.max_length=256"),
+        *("reward.model.function.device=cpu", "reward.model.clip=[-1,1]", "callbacks.reward_model.every=1"),
+        *("callbacks.reward_model.batch_size=3", "callbacks.reward_model.lr=0.003"),
+        *("callbacks.reward_model.buffer_size=12", "validation.every=2", "callbacks.checkpoint.every=1"),
     ]
 
 

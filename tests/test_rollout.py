@@ -14,7 +14,6 @@ from grpo_lightning.rollout.scoring import Scorer
 from grpo_lightning.types import Prompts, Sampled, Sampling
 from tests.support.composed import build, composed
 from tests.support.sampling import context as make_context
-from tests.test_loss import rollout as two_rows
 
 SAMPLING = Sampling(temperature=0.5, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=3)
 NAN = float("nan")
@@ -115,15 +114,6 @@ def test_the_reference_is_scored_once_per_row_at_the_sampling_temperature(tokens
     assert_close(rollout.ref_logprobs, Fixed.expected(torch.arange(6), rollout.mask))
     assert sum(rows for _, rows, _ in reference.calls) == 6
     assert {temperature for _, _, temperature in reference.calls} == {0.5}
-
-
-def test_on_policy_replaces_the_old_logprobs_only():
-    rows = two_rows()
-    logprobs = torch.full((2, 3), -0.5, requires_grad=True)
-    found = rows.on_policy(logprobs)
-    assert_close(found.old_logprobs, logprobs.detach())
-    assert not found.old_logprobs.requires_grad
-    assert found.advantages is rows.advantages
 
 
 LENGTH = REWARDS["length"]

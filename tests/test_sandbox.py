@@ -71,10 +71,6 @@ def world(tmp_path_factory):
     assert expected
 
 
-def test_a_program_reads_and_prints():
-    assert run("print(int(input()) + 1)", "41", LIMITS) == Outcome("42\n", "", "exit", 0)
-
-
 def test_a_program_that_raises_says_where():
     outcome = run("def f():\n    return 1 / 0\nprint('so far')\nf()\n", "", LIMITS)
     assert (outcome.stdout, outcome.ended, outcome.code, outcome.is_well) == ("so far\n", "exit", 1, False)

@@ -14,10 +14,7 @@ from grpo_lightning.schedule import (
     cosine,
     linear,
     resolve_schedules,
-    restore_schedules,
-    schedule_state,
     schedule_values,
-    update_schedules,
 )
 from grpo_lightning.types import Sampling
 from tests.support.running import small_module
@@ -100,16 +97,6 @@ def test_schedules_are_resolved_wherever_they_stand():
     }
     fixed = {"a": [1, 2.0], "b": partial(len, 3), "c": found["sampling"]}
     assert resolve_schedules(fixed, 5) is fixed
-
-
-def test_adaptive_schedules_follow_metrics_and_survive_a_checkpoint():
-    whole, resumed = parts(), parts()
-    update_schedules(whole, {"policy/kl_divergence": 0.06, "other": 1.0})
-    assert whole["loss"].kl_coef.value == pytest.approx(0.1 * (1 + 0.5 * 0.2))
-    update_schedules(whole, {"other": 1.0})  # not measured: stays
-    assert schedule_state(whole) == {"loss.kl_coef": pytest.approx(0.11)}
-    restore_schedules(resumed, schedule_state(whole))
-    assert resumed["loss"].kl_coef.value_at(3) == pytest.approx(0.11)
 
 
 BY_KEY = {

@@ -16,15 +16,6 @@ def test_groups_whose_outcomes_differ():
     assert mixed(outcomes).tolist() == [False, True, False, False, False, True, False]
 
 
-def test_the_most_spread_completions_by_hand():
-    #            0    1    2    3    4    5
-    rewards = torch.tensor([[0.0, 0.1, 0.5, 0.9, 1.0, 0.4]])
-    assert max_variance(rewards, size=2).tolist() == [[0, 4]]
-    # two low and one high or the reverse: {0, .1, 1} has variance .2022, {0, .9, 1} .2022 up to rounding;  with .8:
-    assert max_variance(torch.tensor([[0.0, 0.1, 0.5, 0.8, 1.0, 0.4]]), size=3).tolist() == [[0, 1, 4]]
-    assert max_variance(rewards, size=6).tolist() == [[0, 1, 2, 3, 4, 5]]
-
-
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_no_other_choice_varies_more(size):
     rewards = torch.rand(20, 7, generator=torch.Generator().manual_seed(size), dtype=torch.float64)

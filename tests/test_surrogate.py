@@ -11,7 +11,6 @@ from grpo_lightning.loss import (
     cispo,
     clipped,
     completion_mean,
-    completion_sum,
     gmpo,
     gspo,
     k3,
@@ -91,8 +90,3 @@ def test_padding_and_a_row_without_tokens_disturb_nothing():
         assert two.isfinite().all()
         assert not bounded[~mask].any()
         assert not also[~mask].any()
-
-
-def test_a_completions_sum():
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert completion_sum(mask).tolist() == [[0.5, 0.5, 0.0], [0.5, 0.0, 0.0]]

@@ -91,16 +91,6 @@ def test_a_killed_run_continues_exactly(moment, step, number, unbroken, tmp_path
 
 
 @pytest.mark.slow
-def test_a_finished_run_can_be_lengthened(unbroken, tmp_path):
-    assert train("steps=4", *STEPS[1:], *into(tmp_path)).returncode == 0
-    refused = train(*STEPS, *into(tmp_path))
-    assert refused.returncode == 1
-    assert "already holds a run: checkpoint=last continues it" in refused.stderr
-    assert train(*STEPS, *into(tmp_path), "checkpoint=last").returncode == 0
-    assert difference(weights(unbroken), weights(tmp_path)) is None
-
-
-@pytest.mark.slow
 def test_the_export_is_the_checkpoint_and_validates_alike(unbroken, tmp_path):
     model, again = (AutoModelForCausalLM.from_pretrained(unbroken / "export") for _ in range(2))
     ids = AutoTokenizer.from_pretrained(unbroken / "export")("12 + 34 =", return_tensors="pt")["input_ids"]
