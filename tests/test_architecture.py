@@ -57,16 +57,8 @@ USED_BY = {
 }
 """Library -> the parts that may import it. What is not here is torch or the standard library."""
 WITHOUT_TORCH = {
-    "config",
-    "cli",
-    "composition",
-    "console",
-    "environment",
-    "report",
-    "reward",
-    "sandbox",
-    "schedule",
-    "sweep",
+    *("config", "cli", "composition", "console", "environment"),
+    *("report", "reward", "sandbox", "schedule", "sweep"),
 }
 """Parts that import no torch, so that worker processes of rewards and a look at settings need none."""
 WITH_TORCH = {"config/rules.py", "reward/model.py"}

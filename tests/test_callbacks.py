@@ -19,11 +19,9 @@ from grpo_lightning.callbacks.logs import completions_table, describe_metrics, f
 from grpo_lightning.checkpoint.io import read
 from grpo_lightning.console import escape_control
 from grpo_lightning.types import Clock, Prompts, Sampled, Scored
-from tests.support import prepared
 from tests.support.board import events, scalars
 from tests.support.checkpoints import write_checkpoint
-from tests.support.composed import ROOT
-from tests.support.running import SMALL, same, small_module, small_run, weights
+from tests.support.running import same, small_module, small_run, weights
 
 HOSTILE = [
     "``` breaks out ``` <script>alert(1)</script>",
@@ -232,18 +230,6 @@ def test_an_average_that_nobody_validates_is_refused(tmp_path):
     swa = "+callbacks.swa={_target_: lightning.pytorch.callbacks.StochasticWeightAveraging, swa_lrs: 0.1}"
     with pytest.raises(ValueError, match="StochasticWeightAveraging replaces the learning-rate schedule"):
         small_run(tmp_path, swa)
-
-
-@pytest.mark.slow
-def test_a_summary_of_the_model_and_a_profile_are_printed(tmp_path):
-    summary = "+callbacks.summary={_target_: lightning.pytorch.callbacks.ModelSummary, max_depth: 2}"
-    words = ["train.py", *SMALL, summary, "trainer.profiler=simple", f"hydra.run.dir={tmp_path}"]
-    done = prepared.run(words, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    printed = done.stdout + done.stderr
-    assert "Trainable params" in printed
-    assert "run_training_batch" in printed
-    assert "GPU available" not in printed
 
 
 REFRESHED = ("callbacks=reference_refresh", "optimizer.lr=0.02", "loss.kl_coef=0.5")

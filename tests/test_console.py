@@ -41,12 +41,6 @@ def test_the_start_says_what_was_chosen_and_asked_for():
         "  rollout; 120 rollouts",
         "directory: runs/a (settings: .hydra/config.yaml)",
     ]
-    config = CONFIG | {"mode": "validate", "checkpoint": "last"}
-    assert start_banner(config, [], {"loss": "dapo"}, SIZES) == [
-        f"grpo-lightning {__version__}: validate, seed 0, from checkpoint=last",
-        "loss=dapo",
-        "directory: runs/a (settings: .hydra/config.yaml)",
-    ]
     assert wrap("a" * 90) == ["a" * 90]
 
 

@@ -105,25 +105,6 @@ def test_the_length_of_an_episode_is_that_of_all_turns_and_replies(policy):
     assert scored.rewards["overlong"].tolist() == pytest.approx(overlong)
 
 
-def test_steps_of_other_rewards_lie_in_the_last_turn(policy):
-    def half_way(completions):
-        return [((max(1, len(text) // 2), 1.0), (len(text), 2.0)) if text else 0.0 for text in completions]
-
-    scored, _ = judged(policy, rewards={"half_way": RewardSpec(half_way, 1.0)})
-    for row, turns in enumerate(spans(scored.sampled.mask)):
-        start, end = turns[-1]
-        ids, text = scored.sampled.ids[row, -scored.sampled.mask.shape[1] :], scored.sampled.texts[row]
-        own = ids[start:end].tolist()
-        expected = {end - 1: 0.0}
-        if text:
-            places = [start + policy.token_at(own, length) for length in (max(1, len(text) // 2), len(text))]
-            expected = dict.fromkeys(places, 0.0)
-            for place, value in zip(places, (1.0, 2.0), strict=True):
-                expected[place] += value
-        found = {place: value for place, value in enumerate(scored.steps[row].tolist()) if value == value}
-        assert found == expected
-
-
 def failing(turns, number):
     if number == 4 and len(turns) == 2:
         raise OSError("the service is gone")

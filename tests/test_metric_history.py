@@ -29,13 +29,10 @@ def history(pairs):
     return found
 
 
-def test_the_history_of_a_metric():
+def test_the_history_of_a_metric_and_the_first_step_of_the_best_value_of_a_validation():
     found = history([(1, 0.5), (2, 2.0), (3, -1.0), (4, 0.25)]).summary(with_steps=False)
     # (0.5 + 2 - 1 + 0.25) / 4 = 1.75 / 4
     assert found == {"first": 0.5, "last": 0.25, "mean": 0.4375, "min": -1.0, "max": 2.0}
-
-
-def test_a_metric_of_validation_has_the_first_step_of_its_best_value():
     assert history([(0, 0.25), (20, 0.75), (40, 0.75), (50, 0.5)]).summary(with_steps=True) == {
         **{"first": 0.25, "last": 0.5, "mean": 0.5625, "min": 0.25, "max": 0.75},  # 2.25 / 4
         **{"best": 0.75, "best_step": 20, "first_step": 0, "last_step": 50},

@@ -137,12 +137,8 @@ def steps(monkeypatch):
 
 
 CARRYING = (
-    "algorithm=dapo",
-    "~reward.soft_overlong",
-    "reward=[custom]",
+    *("algorithm=dapo", "~reward.soft_overlong", "reward=[custom]", "data.prompts_per_step=3", "optimizer.lr=0.02"),
     "reward.custom.function._target_=tests.support.rewards.every_other_prompt",
-    "data.prompts_per_step=3",
-    "optimizer.lr=0.02",
 )
 
 

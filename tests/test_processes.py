@@ -29,14 +29,8 @@ RUNS = {
     "moved": ["callbacks=reference_refresh", "callbacks.reference.every=2", "callbacks.reference.alpha=0.5"],
 }
 SMALL = [
-    "steps=3",
-    "data.prompts_per_step=6",
-    "rollout.group_size=4",
-    "module.microbatch_tokens=300",
-    "data.validation_size=7",
-    "validation.every=3",
-    "validation.samples_per_prompt=2",
-    "validation.ks=[1]",
+    *("steps=3", "data.prompts_per_step=6", "rollout.group_size=4", "module.microbatch_tokens=300"),
+    *("data.validation_size=7", "validation.every=3", "validation.samples_per_prompt=2", "validation.ks=[1]"),
     "callbacks.checkpoint.every=3",
     "+optimizer.eps=1e-7",  # with Adam's 1e-8 an element whose gradient is rounding noise moves as far as any other
 ]

@@ -20,15 +20,9 @@ rlox = pytest.importorskip("rlox", reason="a development requirement", exc_type=
 GRPO = pytest.importorskip("rlox.algorithms.grpo", exc_type=ImportError).GRPO
 
 SETTINGS = (
-    "experiment=rlox_quickstart",
-    "data.prompts_per_step=3",
-    "data.max_prompt_length=null",
-    "advantage.correction=0",
-    "advantage.eps=1e-12",
-    "loss.kl._target_=grpo_lightning.loss.k1",
-    "loss.weights._target_=grpo_lightning.loss.completion_sum",
-    "~loss.weights.length",
-    "trainer=cpu",
+    *("experiment=rlox_quickstart", "data.prompts_per_step=3", "data.max_prompt_length=null", "trainer=cpu"),
+    *("advantage.correction=0", "advantage.eps=1e-12", "loss.kl._target_=grpo_lightning.loss.k1"),
+    *("loss.weights._target_=grpo_lightning.loss.completion_sum", "~loss.weights.length"),
 )
 SGD = ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.fused", "optimizer.lr=1.0")
 VOCABULARY = 11

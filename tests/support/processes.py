@@ -50,14 +50,8 @@ def start(processes: int, directory: Path, trainer: str, runs: dict[str, list[st
     started = []
     for rank in range(processes):
         several = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": processes,
-            "LOCAL_WORLD_SIZE": processes,
-            "GROUP_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RUN_ID": "test",
+            **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes},
+            **{"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"},
         }
         given = os.environ | {"OMP_NUM_THREADS": "1"}
         if processes > 1:

@@ -11,17 +11,9 @@ from grpo_lightning.run import Run
 from tests.support.composed import build, composed
 
 SMALL = (
-    "policy=scratch",
-    "policy.hidden_size=16",
-    "policy.intermediate_size=32",
-    "policy.num_layers=1",
-    "policy.num_heads=2",
-    "data.prompts_per_step=2",
-    "data.train_size=50",
-    "data.validation_size=4",
-    "validation.samples_per_prompt=4",
-    "rollout.group_size=4",
-    "rollout.max_new_tokens=10",
+    *("policy=scratch", "policy.hidden_size=16", "policy.intermediate_size=32", "policy.num_layers=1"),
+    *("policy.num_heads=2", "data.prompts_per_step=2", "data.train_size=50", "data.validation_size=4"),
+    *("validation.samples_per_prompt=4", "rollout.group_size=4", "rollout.max_new_tokens=10"),
     "rollout.stop=[a,e,i,o,u,A,B,C,D,E,F,G]",  # a random policy would never end: this makes lengths ragged
     "reward=[custom,format]",
     "reward.custom.function._target_=tests.support.rewards.vowels",
