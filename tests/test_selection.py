@@ -32,12 +32,6 @@ def test_what_does_not_apply_is_replaced_by_the_mean_of_its_group():
     assert replace_nan(rewards).tolist() == expected
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_other_sizes_are_refused(size):
-    with pytest.raises(ValueError, match=f"size={size}: allowed is 2 to .* 3"):
-        max_variance(torch.zeros(1, 3), size=size)
-
-
 def test_tokens_of_highest_entropy():
     entropy = torch.tensor([[0.1, 0.9, 0.3], [0.5, 2.0, 3.0]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
