@@ -7,6 +7,7 @@ the latter, so nothing here relies on it.
 import hashlib
 import logging
 import math
+import resource
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -382,13 +383,9 @@ class StepModule(LightningModule):
             self.loop.stop()
 
     def peak_memory(self) -> int:
-        """The most bytes so far: allocated on the GPU, or resident on a CPU (0 on Windows)."""
+        """The most bytes so far: allocated on the GPU, or resident on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        if sys.platform == "win32":
-            return 0
-        import resource
-
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -45,10 +46,7 @@ _MAX_STARTS = 3  # of workers for the same call
 _SPARE_SECONDS = 60.0  # to import a function; also, how late a call is ended that switches its alarm off
 _FIRST_WAIT, _MAX_WAIT = 0.5, 30.0  # s before the second try of a coroutine, and before any
 _CLOSE_SECONDS = 2.0  # that cancelled coroutines have to end
-_TRAINER_SIGNALS = [
-    number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-]
-_IS_POSIX = os.name == "posix"  # Windows has no alarms: there pebble ends calls, later
+_TRAINER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _pool: ProcessPool | None = None
 _loop: asyncio.AbstractEventLoop | None = None
@@ -100,8 +98,8 @@ class Pending:
         except TimeoutError:
             return late
         except ProcessExpired as error:
-            is_alarm = _IS_POSIX and error.exitcode == -signal.SIGALRM
-            return late if is_alarm else Failure("crash", f"its worker died with exit code {error.exitcode}")
+            died = Failure("crash", f"its worker died with exit code {error.exitcode}")
+            return late if error.exitcode == -signal.SIGALRM else died
         except Exception as error:
             return Failure("exception", describe_error(error))
         if isinstance(value, bytes):
@@ -149,10 +147,9 @@ def _running_pool(function: Callable[..., Any]) -> ProcessPool:
     if _pool is not None and not _pool.active:
         close_pool()
     if _pool is None:
-        has_server = _IS_POSIX and not _is_forked
-        if has_server:
+        if not _is_forked:
             _start_server(function)
-        context: Any = multiprocessing.get_context("forkserver" if has_server else "spawn")
+        context: Any = multiprocessing.get_context("spawn" if _is_forked else "forkserver")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
         _pool = ProcessPool(max_workers=min(MAX_WORKERS, share), context=context, initializer=_prepare)
@@ -182,13 +179,10 @@ def _prepare() -> None:
     for number in _TRAINER_SIGNALS:  # not SIG_IGN, which programs that a function starts would inherit
         signal.signal(number, lambda *_: None)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a function prints is not for the trainer's terminal
-    if _IS_POSIX:
-        import resource
-
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TRAINER_SIGNALS)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-            resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TRAINER_SIGNALS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _run(function: bytes, arguments: bytes, seconds: float) -> bytes | Failure:
@@ -209,9 +203,8 @@ def _run(function: bytes, arguments: bytes, seconds: float) -> bytes | Failure:
 
 def _set_alarm(seconds: float) -> None:
     """Let the kernel end this process after ``seconds``; with 0 not at all."""
-    if _IS_POSIX:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _not_importable(function: Callable[..., Any], reason: str) -> ValueError:
@@ -334,5 +327,4 @@ def _forget() -> None:  # a forked child has neither the pool's threads, nor the
 
 atexit.register(close_pool)
 atexit.register(close_loop)
-if _IS_POSIX:
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)

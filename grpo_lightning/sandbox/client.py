@@ -226,5 +226,4 @@ def _forget() -> None:
 
 
 atexit.register(close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)
