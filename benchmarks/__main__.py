@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, for compare and rollout")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face directory, for compare and rollout")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of learning and episodes")
+    parser.add_argument("--prompts", type=int, default=16, help="of each task of tasks")
     parser.add_argument("--smoke", action="store_true", help="one small step of everything")
     parser.add_argument("--out", type=Path, metavar="FILE", help="for the figures, as JSON")
     options = parser.parse_args()

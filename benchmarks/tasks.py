@@ -1,6 +1,7 @@
 """Which tasks of reasoning_gym give a model a signal: sampled answers to a few problems of each, no step.
 
-Groups whose answers are all right or all wrong have an advantage of 0 and teach nothing. The best tasks come first.
+Groups of equal rewards have an advantage of 0 and teach nothing. ``mixed`` are those in which some answers are right
+and some wrong, ``signal`` those with any difference, as verifiers give some wrong answers a little.
 """
 
 import tempfile
@@ -18,7 +19,6 @@ SETTINGS = (
     *("data.max_prompt_length=256", "data.validation_size=1", "reward=[accuracy]", "loss.kl_coef=0"),
     *("data.prompts_per_step=1", "rollout.group_size=8", "rollout.max_new_tokens=48", "logger=none"),
 )
-PROMPTS = 16
 
 
 def run(options: Namespace) -> dict[str, Any]:
@@ -30,12 +30,14 @@ def run(options: Namespace) -> dict[str, Any]:
     figures = {}
     for task in tasks:
         try:
-            figures[task] = measure(policy, task, 2 if options.smoke else PROMPTS)
+            figures[task] = measure(policy, task, 2 if options.smoke else options.prompts)
+            print(task, *(f"{name} {value:.2f}" for name, value in figures[task].items()), flush=True)
         except (RuntimeError, ValueError) as error:  # such as prompts that are all too long
             print(f"{task}: {str(error).splitlines()[0]:.100}", flush=True)
-    print("| task | score | right | groups with signal | tokens | truncated |\n|---|---|---|---|---|---|")
-    for task, row in sorted(figures.items(), key=lambda item: -item[1]["signal"]):
-        cells = [f"{row[name]:.2f}" for name in ("score", "right", "signal", "tokens", "truncated")]
+    names = ("right", "mixed", "score", "signal", "tokens", "truncated")
+    print(f"| task | {' | '.join(names)} |\n|{'---|' * 7}")
+    for task, row in sorted(figures.items(), key=lambda item: (-item[1]["mixed"], -item[1]["signal"])):
+        cells = [f"{row[name]:.2f}" for name in names]
         print(f"| {' | '.join([task, *cells])} |", flush=True)
     return figures
 
@@ -49,9 +51,11 @@ def measure(policy: Any, task: str, prompts: int) -> dict[str, float]:
     batch = collate(built.data.train, range(min(prompts, len(built.data.train))))
     scored = module.collect(batch, module.rollout, module.context("tasks", 0)).scored
     right = scored.right.float().view(len(scored.prompts), -1)
+    shares = right.mean(-1)
     return {
         "score": float(scored.rewards["accuracy"].nanmean()),
-        "right": float(right.mean()),
+        "right": float(shares.mean()),
+        "mixed": float(((shares > 0) & (shares < 1)).float().mean()),
         "signal": signal_fraction(scored.rewards["total"].view(right.shape)),
         "tokens": float(scored.sampled.mask.sum(-1).float().mean()),
         "truncated": 1 - sum(scored.sampled.finished) / len(scored.sampled.finished),

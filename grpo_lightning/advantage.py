@@ -36,6 +36,11 @@ def standardized(rewards: Tensor, *, eps: float = 1e-4, correction: int = 1) -> 
     return torch.where(deviation > 0, distance / (deviation + eps), 0.0)
 
 
+def none(rewards: Tensor) -> Tensor:
+    """Zeros [P, G]: rewards are measured, and the advantage is what ``rollout.teacher_coef`` adds."""
+    return torch.zeros_like(rewards)
+
+
 def centered(rewards: Tensor) -> Tensor:
     """The advantage of Dr. GRPO: r - mean of the group, which does not favour prompts of low variance.
 

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning.config import TOP, ConfigError, check_config, check_runtime
-from grpo_lightning.config.rules import default_precision
+from grpo_lightning.config.rules import REFERENCE_KEYS, default_precision
 from grpo_lightning.config.settings import (
     compose_problems,
     explain_compose_error,
@@ -95,8 +95,9 @@ def compose(*overrides: str, run_dir: str | Path | None = None, **parts: Any) ->
         for name in given.replaced:
             node = placeholder(name, given.objects[name], OmegaConf.select(cfg, name))
             OmegaConf.update(cfg, name, node, merge=False)
-        if "reference" in parts and not ("loss" in given.replaced or cfg.loss.kl_coef or cfg.rollout.get("kl_penalty")):
-            log.warning("reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0")
+        uses = any(OmegaConf.select(cfg, key) for key in REFERENCE_KEYS)
+        if "reference" in parts and "loss" not in given.replaced and not uses:
+            log.warning("reference is given, and not used: %s are 0", ", ".join(REFERENCE_KEYS))
         if "loss" in given.replaced and (cfg.correction or {}).get("_target_") != "grpo_lightning.loss.no_correction":
             log.warning("correction is chosen, and not used: the loss that is given has its own, or none")
         return build_run(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpo_lightning.config.rules import REFERENCE_KEYS
+from grpo_lightning.config.settings import value_at
 from grpo_lightning.console import is_first_process, log_line, wrap
 from grpo_lightning.distributed.strategies import trainer_shards
 
@@ -167,7 +169,7 @@ def workload(
     is_half, is_quantized = config["trainer"]["precision"] == "bf16-mixed", bool(policy.get("quantization"))
     completions = config["data"]["prompts_per_step"] * rollout["group_size"]
     budget = rollout.get("kv_cache_gib")
-    has_reference = (config["loss"]["kl_coef"] or rollout["kl_penalty"]) and not reference.get("offload")
+    has_reference = any(value_at(config, key) for key in REFERENCE_KEYS) and not reference.get("offload")
     own_reference = has_reference and not str(reference["_target_"]).endswith((".adapter_off", ".none"))
     makes_copy = policy.get("share_prompts", True) and not is_quantized and (is_half or on_cpu)
     return Workload(

@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_lightning import memory
 from grpo_lightning.console import is_first_process, log_line, redact_config, write_json
 from grpo_lightning.data import PromptData
-from grpo_lightning.data.datamodule import collate, prompt_index
+from grpo_lightning.data.datamodule import collate
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.reward.spec import arguments
 from grpo_lightning.rollout import Collected
@@ -77,8 +77,7 @@ def measure(module: GRPOLightningModule, data: PromptData, *, prompts: int, proc
     first = step * data.prompts_per_batch
     collected, times = [], []
     for i in range(max(1, min(-(-prompts // num_prompts), len(source) // num_prompts))):
-        numbers = range(first + i * num_prompts, first + (i + 1) * num_prompts)
-        batch = collate(source, [prompt_index(data.seed, number, len(source)) for number in numbers])
+        batch = collate(source, data.batch(first + i * num_prompts, num_prompts))
         module.clock.restart()
         collected.append(module.collect(batch, unfiltered, module.context("preflight", step + i)))
         times.append(module.clock.read())

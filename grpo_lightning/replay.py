@@ -19,6 +19,8 @@ from torch import Tensor
 
 from grpo_lightning import recording
 from grpo_lightning.composition import load_run_config
+from grpo_lightning.config.rules import REFERENCE_KEYS
+from grpo_lightning.config.settings import value_at
 from grpo_lightning.console import describe_error, log_line, redact_config, single_line
 from grpo_lightning.loss import PolicyLoss
 from grpo_lightning.recording import RecordedRollout, from_lines
@@ -130,10 +132,10 @@ def replay_rollout(recorded: RecordedRollout, config: Mapping[str, Any], build: 
     restore_schedules(scheduled, {path: logged.get(f"varying/{path}", value) for path, value in state.items()})
     loss, rewards = resolve_schedules(loss, step), resolve_schedules(rewards, step)
     options = resolve_schedules(options, step)
-    if not header["reference"] and (loss.kl_coef or options["kl_penalty"]):
-        setting = f"loss.kl_coef={loss.kl_coef}" if loss.kl_coef else f"rollout.kl_penalty={options['kl_penalty']}"
-        raise ValueError(f"{setting} needs log-probabilities of a reference, which this run has not recorded")
     collector = Collector(reward=rewards, advantage=build("advantage", config["advantage"]), **options)
+    if not header["reference"] and (loss.kl_coef or collector.uses_reference):
+        setting = next(f"{key}={value}" for key in REFERENCE_KEYS if (value := value_at(config, key)))
+        raise ValueError(f"{setting} needs log-probabilities of a reference, which this run has not recorded")
     if called is not None:
         if _has_steps(scored):
             raise ValueError("reward: a reward of this run scores steps; only its own rewards can be replayed")

@@ -37,7 +37,7 @@ from grpo_lightning.console import (
     write_summary,
 )
 from grpo_lightning.data import PromptData, Source, check_readable, completion_limits
-from grpo_lightning.data.datamodule import GeneratedRows, origin
+from grpo_lightning.data.datamodule import checked_rows, origin
 from grpo_lightning.distributed import signals
 from grpo_lightning.distributed.ranks import lost_contact
 from grpo_lightning.distributed.signals import Preempted
@@ -353,17 +353,18 @@ class Run:
 
 def _check_answers(rewards: Mapping[str, RewardSpec], source: Source) -> None:
     """Refuse right answers and settings of rewards that are of no use, before weights load."""
-    size = 0 if isinstance(source, GeneratedRows) else min(len(source), _CHECKED_ROWS)
+    rows = checked_rows(source, 0)[:_CHECKED_ROWS]
     try:
-        check_rows(rewards, [source[index] for index in range(size)])
+        check_rows(rewards, [source[index] for index in rows])
     except RewardError as error:
-        raise RewardError(f"{origin(source, error.row)}: {error}" if error.row is not None else str(error)) from error
+        where = "" if error.row is None else f"{origin(source, rows[error.row])}: "
+        raise RewardError(f"{where}{error}") from error
 
 
 def _find(inputs: Mapping[str, Any], sources: Sequence[Source]) -> str | None:
     """Where the row comes from whose prompt and columns are these; None for rows that are made on access."""
     for source in sources:
-        for index in range(0 if isinstance(source, GeneratedRows) else len(source)):
+        for index in checked_rows(source, 0):
             prompt, columns = source[index]
             if prompt == inputs["prompts"] and all(inputs.get(name) == value for name, value in columns.items()):
                 return origin(source, index)

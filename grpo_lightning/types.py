@@ -97,6 +97,14 @@ class Prompts:
         return self
 
 
+def by_source(prompts: Prompts) -> dict[str, list[int]]:
+    """The prompts of each source of a mixture, by the column ``data_source``, which other data sets may have, too."""
+    found: dict[str, list[int]] = {}
+    for index, source in enumerate(prompts.columns.get("data_source", ())):
+        found.setdefault(str(source), []).append(index)
+    return found
+
+
 OUTSIDE = -1e30
 """A logit whose exponential is 0, and whose product with that is 0, too; a finite stand-in for -inf."""
 

@@ -10,7 +10,7 @@ from grpo_lightning.reward import RewardSpec
 from grpo_lightning.reward.accuracy import answer_text, prefill, prepend_prefills
 from grpo_lightning.rollout.scoring import Scorer, StepContext
 from grpo_lightning.schedule import resolve_schedules
-from grpo_lightning.types import Prompts, Sampling, Scored
+from grpo_lightning.types import Prompts, Sampling, Scored, by_source
 
 if TYPE_CHECKING:
     from grpo_lightning.environment import Environment
@@ -84,9 +84,11 @@ class Validation:
         size = self.samples_per_prompt
         prefills = [prefill(policy.chat.opening(prompt)) for prompt in prompts.texts for _ in range(size)]
         answers = [answer_text(text) for text in prepend_prefills(scored.sampled.texts, prefills)]
+        sources = by_source(prompts)
         applies = scored.rewards[self.scorer.outcome_name].isfinite().view(-1, size).any(-1).tolist()
         for group, right in enumerate(scored.right.view(-1, size).tolist()):
             found = {f"val/pass@{k}": pass_at_k(right, k) for k in self.ks}
+            found |= {f"val/{source}/pass@1": found["val/pass@1"] for source in sources if group in sources[source]}
             found |= {f"val/maj@{k}": majority_at_k(right, answers[group * size :], k) for k in self.ks[1:]}
             for name, fraction in found.items():
                 self._count(name, *[fraction] * applies[group])

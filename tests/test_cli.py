@@ -180,7 +180,7 @@ def test_help_fits_a_screen_and_names_every_choice_and_true_defaults():
 @pytest.mark.slow
 def test_the_command_line_answers_without_torch():
     for words, status, text in (
-        (["--help"], 0, "algorithm    cispo dapo dr_grpo"),
+        (["--help"], 0, "algorithm    cispo dapo distillation"),
         (["--help-all", "steps=3"], 0, "steps: 3"),
         (["--version"], 0, f"grpo-lightning {__version__}"),
         (["experiment=deepseekmath", "policy=gpt2", "--cfg", "job"], 0, "path: openai-community/gpt2"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_lightning.advantage import centered, process
+from grpo_lightning.advantage import centered, none, process
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout import Collector, max_variance, mixed
 from grpo_lightning.rollout.collector import advantage_metrics
@@ -179,6 +179,14 @@ def test_a_penalty_for_the_distance_to_the_reference_comes_before_the_advantage(
     # k3 = exp(-.5) + .5 - 1
     assert found.metrics["policy/kl_divergence"].item() == pytest.approx(math.exp(-0.5) - 0.5)
     assert "policy/kl_divergence" not in collect(["r rrr"]).metrics
+
+
+def test_a_teacher_gives_an_advantage_to_every_token():
+    # log teacher - log policy = -1.5 - -1 at each; at .2 it is -.1, beside the rewards' own 1/2 and -1/2
+    found = collect(["r www"], reference=Scripted(), teacher_coef=0.2)
+    assert_close(found.rollout.advantages, torch.tensor([[0.4, 0.0, 0.0], [-0.6, -0.6, -0.6]]))
+    alone = collect(["r www"], reference=Scripted(), teacher_coef=1.0, advantage=none)
+    assert_close(alone.rollout.advantages, -0.5 * alone.rollout.mask)
 
 
 def test_truncated_completions_leave_the_loss_and_stay_in_the_mean():

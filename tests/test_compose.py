@@ -314,7 +314,9 @@ def test_a_reference_that_is_not_used_or_is_the_policy_is_said(caplog):
     with pytest.raises(ValueError, match="reference: the policy's own model would be trained"):
         _ = grpo.compose(*TOKENS, policy=model, reference=model, reward=low, data=[[1], [2]]).module
     grpo.compose(*TOKENS, "loss.kl_coef=0", policy=model, reference=Model(), reward=low, data=[[1], [2]])
-    assert "reference is given, and not used: loss.kl_coef and rollout.kl_penalty are 0" in caplog.text
+    assert (
+        "reference is given, and not used: loss.kl_coef, rollout.kl_penalty, rollout.teacher_coef are 0" in caplog.text
+    )
 
 
 @pytest.mark.slow

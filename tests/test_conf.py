@@ -22,6 +22,8 @@ PARTS_CHOSEN = ("algorithm", "policy")
 NEEDS = {
     "policy=hf": ["policy.path=some/model"],
     "reference=another_model": ["reference.path=some/model"],
+    "algorithm=distillation": ["reference.path=some/model"],
+    "data=mixture": ["data.sources={a: {task: spell_backward}, b: {task: gcd}}"],
     "reference=none": ["loss.kl_coef=0"],
     "reference=adapter_off": ["policy.adapter={r: 4}"],
     "data=jsonl": ["data.path=some.jsonl"],
@@ -69,6 +71,7 @@ PRESETS = {
     "rloo": ("leave_one_out", "reinforce", (), "completion_sum", "k3", 0.0, "none", 1),
     "sapo": ("standardized", "sapo", (1.0, 1.05), "completion_mean", "k3", 0.0, "none", 1),
     "gmpo": ("standardized", "gmpo", (0.4, 0.4), "completion_mean", "k3", 0.0, "none", 1),
+    "distillation": ("none", "clipped", (0.2, 0.28), "token_mean", "k3", 0.0, "another_model", 1),
     "reinforce_pp": ("batch_whitened", "clipped", (0.2, 0.2), "token_mean", "k2", 0.001, "frozen_copy", 1),
 }
 
@@ -88,7 +91,7 @@ def pinned(config):
 
 def test_a_preset_pins_every_coupled_choice_and_names_its_paper():
     files = {path.stem: path.read_text(encoding="utf-8") for path in (CONF / "algorithm").glob("*.yaml")}
-    assert {name: pinned(composed(f"algorithm={name}")) for name in files} == PRESETS
+    assert {name: pinned(composed(choice := f"algorithm={name}", *NEEDS.get(choice, []))) for name in files} == PRESETS
     assert all("arXiv:" in text.splitlines()[1] for text in files.values())
     config = composed("algorithm=dapo", "reward=[exact]")  # its penalty is added to whatever rewards are chosen
     assert list(config["reward"]) == ["exact", "soft_overlong"]
@@ -135,6 +138,8 @@ REDUCED = {
     "guess": ("llama", [*SHORT, "rollout.group_size=3"], 2),
     "sft_tiny": (None, [*SUPERVISED, *TINY], 2),
     "sft_tiny_flawed": ("llama", SUPERVISED, 2),
+    "smollm2_reasoning_taught": ("llama", SUPERVISED, 2),
+    "smollm2_reasoning": ("llama", [*SHORT, "rollout.group_size=3", "rollout.downsample.size=2"], 2),
     "smollm2_arithmetic": ("llama", [*SHORT, "rollout.group_size=3", "rollout.downsample.size=2"], 2),
 }
 

@@ -23,7 +23,7 @@ LINKING = [*PAGES, ROOT / "benchmarks" / "README.md", ROOT / "CHANGELOG.md"]
 TEXT = {path: path.read_text(encoding="utf-8") for path in LINKING}
 SETTINGS = TEXT[ROOT / "docs" / "settings.md"]
 METRICS = TEXT[ROOT / "docs" / "metrics.md"]
-STAGES = ("sft_tiny", "sft_tiny_flawed", "calculator_taught", "guess_taught")
+STAGES = ("sft_tiny", "sft_tiny_flawed", "calculator_taught", "guess_taught", "smollm2_reasoning_taught")
 """Supervised stages that other pages tell of."""
 TO_BE_WRITTEN = {"conf/reward/short.yaml", "conf/experiment/mine.yaml", "my_conf/experiment/mine.yaml"}
 """Files that a page tells people to make."""

@@ -26,6 +26,10 @@ RUNS = {
         *("environment=custom", "environment.function._target_=tests.support.games.again"),
         *("environment.max_turns=3", "rollout.max_new_tokens=100", "reward=[environment]", "advantage=to_go"),
     ],
+    "mixture": [
+        "data=mixture",
+        "data.sources={words: {task: spell_backward, weight: 2}, sums: {task: simple_equations}}",
+    ],
     "moved": ["callbacks=reference_refresh", "callbacks.reference.every=2", "callbacks.reference.alpha=0.5"],
 }
 SMALL = [

@@ -143,7 +143,7 @@ def test_its_fields_are_the_keys_of_the_settings_with_the_same_defaults():
     keys = {key: value for key, value in composed()["rollout"].items() if key != "_target_"}
     assert [field.name for field in fields(Collector)] == list(keys)
     defaults = {field.name: field.default for field in fields(Collector) if field.default is not MISSING}
-    own = {"kl_penalty", "group_filter", "max_tries", "downsample", "mask_truncated", "top_entropy"}
+    own = {"kl_penalty", "teacher_coef", "group_filter", "max_tries", "downsample", "mask_truncated", "top_entropy"}
     assert defaults.keys() == own | {"kv_cache_gib", "environment"}
     assert {name: keys[name] for name in defaults} == defaults
     given = {"kl_penalty": 0.25, "max_tries": 3, "mask_truncated": True, "top_entropy": 0.5, "group_size": 5}

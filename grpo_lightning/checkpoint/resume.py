@@ -19,7 +19,7 @@ from torch import nn
 
 from grpo_lightning import recording
 from grpo_lightning.checkpoint.io import read, read_weights
-from grpo_lightning.config.rules import LIVE, uses_fsdp
+from grpo_lightning.config.rules import LIVE, REFERENCE_KEYS, uses_fsdp
 from grpo_lightning.config.settings import command_words, config_path_words, leaves, quote_value, value_at
 from grpo_lightning.console import REDACTED, redact_overrides
 from grpo_lightning.distributed.strategies import trainer_shards
@@ -339,7 +339,7 @@ def rewind_events(directory: Path, lengths: Mapping[str, int]) -> None:
 
 _NUMBERS = {
     "policy": ("rollout.max_new_tokens", "validation.max_new_tokens", "data.max_prompt_length"),
-    "reference": ("loss.kl_coef", "rollout.kl_penalty"),
+    "reference": REFERENCE_KEYS,
 }
 """Part -> numbers that are taken over with it."""
 

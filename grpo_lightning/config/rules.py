@@ -120,6 +120,8 @@ def messages_problem(messages: Sequence[Mapping[str, str]]) -> str | None:
 
 _ESCAPE = re.compile(r"\\[nrt](?![a-z])")  # a line break or tab as it was typed; \nabla is LaTeX
 _FINITE = number(lambda _: True, "a finite number")
+REFERENCE_KEYS = ("loss.kl_coef", "rollout.kl_penalty", "rollout.teacher_coef")
+"""Numbers of which none needs a reference where it is 0."""
 _NOT_NEGATIVE = number(lambda v: v >= 0, "a number >= 0")
 _POSITIVE = number(lambda v: v > 0, "a number > 0")
 _SHARE = number(lambda v: 0 < v <= 1, "a number in (0, 1]")
@@ -176,7 +178,7 @@ RULES: dict[str, Rule] = {
     **_each(integer(2, null=True), "sampler.max_model_len"),
     "seed": integer(0, 2**32 - 1),  # the range of numpy's generator, which Lightning seeds
     **_each(_FINITE, "rollout.threshold"),
-    **_each(_NOT_NEGATIVE, "rollout.kl_penalty", "validation.temperature", "loss.kl_coef", "loss.entropy_coef"),
+    **_each(_NOT_NEGATIVE, *REFERENCE_KEYS, "validation.temperature", "loss.entropy_coef"),
     **_each(_NOT_NEGATIVE, "advantage.eps", "optimizer.lr", "optimizer.weight_decay", "callbacks.reward_model.lr"),
     **_each(_POSITIVE, "rollout.temperature", "module.max_grad_norm", "loss.surrogate.epsilon_high"),
     "callbacks.reward_model.max_grad_norm": _POSITIVE,
@@ -329,6 +331,9 @@ def _rewards(get: Reader) -> Iterator[str]:
         yield "reward=[]: choose at least one reward"
     elif isinstance(outcome, str) and outcome not in rewards:
         yield f"rollout.outcome={outcome}: must be one of the rewards {', '.join(rewards)} or null"
+    for source, options in (get("data").get("sources") or {}).items():
+        if unknown := sorted(set(options.get("rewards") or ()) - set(rewards)):
+            yield f"data.sources.{source}.rewards: there is no reward {unknown[0]}, but {', '.join(rewards)}"
     chosen = [name for name, reward in rewards.items() if isinstance(reward, Mapping) and "_target_" in reward]
     for name, reward in rewards.items():
         if not isinstance(reward, Mapping):
@@ -352,7 +357,7 @@ def _rollouts(get: Reader) -> Iterator[str]:
 
 def _reference(get: Reader) -> Iterator[str]:
     target = get("module.reference._target_")
-    used = {key: get(key) for key in ("loss.kl_coef", "rollout.kl_penalty") if get(key) != 0}
+    used = {key: get(key) for key in REFERENCE_KEYS if get(key) != 0}
     if target == "grpo_lightning.reference.none":
         yield from (f"{key}={value} needs a reference, and reference=none has none" for key, value in used.items())
     elif target == "grpo_lightning.reference.adapter_off" and used and get("policy.adapter") is None:

@@ -9,9 +9,10 @@ import itertools
 import json
 import logging
 import math
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from lightning import LightningDataModule
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 _CHUNK = 1024  # prompts that are measured at once
 _FINGERPRINT_ROWS = 32
 _CHECKED_ROWS = 64
+ENDLESS = sys.maxsize
+"""The length of a source whose rows are read in order, as often as they are needed, and never counted."""
 
 Row = tuple[Prompt, dict[str, Any]]
 """A prompt, and the values of its row in the columns by name."""
@@ -39,8 +42,8 @@ Fits = Callable[[list[Prompt]], list[bool]]
 class Source(Protocol):
     """Prompts by index. Every row has the same columns.
 
-    A source may have a method ``origin(index) -> str``, which names a row in messages, and a method ``keep(fits)``, in
-    place of the function `keep`.
+    A source may have a method ``origin(index) -> str``, which names a row in messages, and methods ``keep(fits)`` and
+    ``run_order(order, seed)`` in place of the functions `keep` and `run_order`.
     """
 
     def __len__(self) -> int: ...
@@ -87,6 +90,13 @@ def origin(source: Source, index: int) -> str:
     """Where a row comes from, such as a file and a line, for messages."""
     method = getattr(source, "origin", None)
     return method(index) if method else f"data, prompt {index + 1}"
+
+
+def checked_rows(source: Source, generated: int = _CHECKED_ROWS) -> Sequence[int]:
+    """The rows that are looked at before a run: all, but of those that are made on access the first ``generated``."""
+    if (parts := getattr(source, "parts", None)) is not None:
+        return [start + index for start, part in parts() for index in checked_rows(part, generated)]
+    return range(min(len(source), generated) if isinstance(source, GeneratedRows) else len(source))
 
 
 def _chunks(size: int) -> Iterator[range]:
@@ -137,27 +147,41 @@ def hold_out(source: Source, size: int) -> tuple[Source, Source]:
     return distinct, validation
 
 
-@functools.lru_cache(maxsize=2)  # a step may straddle two epochs; no more are ever in use
+@functools.lru_cache(maxsize=16)  # a step may straddle two epochs, of each source of a mixture
 def permutation(seed: int, epoch: int, size: int) -> Tensor:
     """A random order of ``range(size)``, another one for every ``epoch``, that depends on the arguments alone."""
     digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()  # torch's CPU generator only reads 32 bits of a seed
     return torch.randperm(size, generator=torch.Generator().manual_seed(int.from_bytes(digest[:4], "big")))
 
 
-def prompt_index(seed: int, i: int, size: int) -> int:
-    """The index, of ``size`` prompts, of the run's prompt i: permutation(seed, i // size)[i % size]."""
-    epoch, position = divmod(i, size)
-    return int(permutation(seed, epoch, size)[position])
+def run_order(source: Source, order: str, seed: int) -> Callable[[int], int]:
+    """A function that gives the index of the run's prompt i = 0, 1, 2, …; every epoch has each prompt once.
 
+    Args:
+        source: The training prompts.
+        order: ``shuffled``, anew in every epoch; ``sequential``; or the name of a column, whose least values come
+            first.
+        seed: Decides what is shuffled.
 
-def step_batches(size: int, prompts_per_step: int, seed: int, start: int, num_steps: int) -> Iterator[list[int]]:
-    """The indices of every step's prompts; the same in all processes, which divide them.
-
-    Step s consumes prompts s·P to (s + 1)·P - 1 of the run, where P is ``prompts_per_step``.
+    Raises:
+        ValueError: There is no such column, or its values cannot be compared.
     """
-    for step in range(start, start + num_steps):
-        first = step * prompts_per_step
-        yield [prompt_index(seed, i, size) for i in range(first, first + prompts_per_step)]
+    if (method := getattr(source, "run_order", None)) is not None:
+        own: Callable[[int], int] = method(order, seed)
+        return own
+    size = len(source)
+    if order == "shuffled":
+        return lambda i: int(permutation(seed, i // size, size)[i % size])
+    ranked: Sequence[int] = range(size)
+    if order != "sequential":
+        if order not in (columns := source[0][1]):
+            raise ValueError(f"data.order={order}: expected shuffled, sequential or a column: {', '.join(columns)}")
+        values = [source[index][1][order] for index in ranked]
+        try:
+            ranked = sorted(ranked, key=values.__getitem__)
+        except TypeError as error:  # such as numbers and None
+            raise ValueError(f"data.order={order}: the values of this column have no order: {error}") from error
+    return lambda i: ranked[i % size]
 
 
 def even_batches(size: int, batch_size: int, processes: int) -> list[list[int]]:
@@ -215,6 +239,7 @@ class PromptData(LightningDataModule):
         validation_batch_size: The most held-out prompts answered at once on one device.
         max_prompt_length: The most tokens of a prompt, or None for any length; applied by `limit_prompts`.
         seed: Decides the order of the training prompts.
+        order: That order, see `run_order`.
         verifier: Dotted path of the function that ``reward=accuracy`` judges these answers by.
         verifier_timeout: Seconds that it has for one answer in a worker process; None: it runs in this one.
         num_workers: Processes that prepare prompts; 0 prepares them in the training process.
@@ -236,6 +261,7 @@ class PromptData(LightningDataModule):
         validation_batch_size: int,
         max_prompt_length: int | None,
         seed: int,
+        order: str = "shuffled",
         verifier: str,
         verifier_timeout: float | None = None,
         num_workers: int = 0,
@@ -247,9 +273,10 @@ class PromptData(LightningDataModule):
         self.prompts_per_batch = prompts_per_step * tries
         self.prompts_per_step, self.steps, self.validate_every = prompts_per_step, steps, validate_every
         self.validation_size, self.validation_batch_size = validation_size, validation_batch_size
-        self.max_prompt_length, self.seed = max_prompt_length, seed
+        self.max_prompt_length, self.seed, self.order = max_prompt_length, seed, order
         self.num_workers = num_workers
         self._train: Source | None = None
+        self._index: Callable[[int], int] | None = None
         self._validation: Source | None = None
         self._count_tokens: Callable[[list[Prompt]], list[int]] | None = None
         self._followed: Callable[[], int] | None = None
@@ -301,15 +328,25 @@ class PromptData(LightningDataModule):
                 _log.warning(
                     "only one of the training and held-out prompts have the columns: %s", ", ".join(sorted(apart))
                 )
-            self._train = train
-        return self._train, self._validation
+            self._use(train)
+        return cast(Source, self._train), self._validation
+
+    def _use(self, train: Source) -> None:
+        self._train, self._index = train, run_order(train, self.order, self.seed)
+
+    def batch(self, first: int, size: int) -> list[int]:
+        """The indices of the run's prompts ``first`` to ``first + size - 1``, of the training prompts."""
+        self.load()
+        index = cast(Callable[[int], int], self._index)
+        return [index(i) for i in range(first, first + size)]
 
     def limit_prompts(self, count_tokens: Callable[[list[Prompt]], list[int]]) -> None:
         """Drop the prompts that have more than ``max_prompt_length`` tokens; raises ValueError if too few are left."""
         self._count_tokens = count_tokens
         train = self._train and self._check_size(self._limit(self._train))
         self._validation = self._validation and self._held_out_rows(self._limit(self._validation))
-        self._train = train
+        if train is not None:
+            self._use(train)
 
     def _limit(self, source: Source) -> Source:
         """The prompts that are not too long, once lengths are known."""
@@ -339,7 +376,8 @@ class PromptData(LightningDataModule):
         """What tells these prompts from others: how many there are, and a hash of some rows of both sources."""
         digest = hashlib.blake2b(digest_size=16)
         for source in self.load():
-            for index in sorted({len(source) * number // _FINGERPRINT_ROWS for number in range(_FINGERPRINT_ROWS)}):
+            size = _FINGERPRINT_ROWS if len(source) == ENDLESS else len(source)
+            for index in sorted({size * number // _FINGERPRINT_ROWS for number in range(_FINGERPRINT_ROWS)}):
                 row = json.dumps(source[index], default=lambda value: type(value).__name__, skipkeys=True)
                 digest.update(row.encode())
         return {"training": len(self.train), "held_out": len(self.validation), "rows": digest.hexdigest()}
@@ -369,7 +407,8 @@ class PromptData(LightningDataModule):
         start = self._completed_steps()
         left = max(self.steps - start, 0)
         num_steps = min(self.validate_every - start % self.validate_every, left) if self.validate_every else left
-        return step_batches(len(self.train), self.prompts_per_batch, self.seed, start, num_steps)
+        # the same in all processes, which divide them
+        return (self.batch(s * self.prompts_per_batch, self.prompts_per_batch) for s in range(start, start + num_steps))
 
     def _check_size(self, train: Source) -> Source:
         if self.prompts_per_step > len(train):
@@ -411,11 +450,7 @@ def collate(source: Source, indices: Iterable[int]) -> Prompts:
 
 def check_readable(data: PromptData, chat: "ChatTokenizer", *, training: bool) -> None:
     """Check that a tokenizer and its chat template show every prompt, of those that are made on access the first."""
-    rows = [
-        (source, index)
-        for source in data.load(training=training)
-        for index in range(min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source))
-    ]
+    rows = [(source, index) for source in data.load(training=training) for index in checked_rows(source)]
     chat.check_prompts((source[index][0] for source, index in rows), lambda number: origin(*rows[number]))
 
 
@@ -447,10 +482,10 @@ def completion_limits(
         key, new = f"{part}.max_new_tokens", config[part]["max_new_tokens"]
         if not isinstance(new, int) or (limit is not None and limit + new <= context):
             continue
-        size = min(len(source), _CHECKED_ROWS) if isinstance(source, GeneratedRows) else len(source)
-        lengths = [n for numbers in _chunks(size) for n in policy.count_tokens([source[i][0] for i in numbers])]
-        number = lengths.index(max(lengths))
-        room = context - lengths[number]
+        rows = checked_rows(source)
+        lengths = [n for part in _chunks(len(rows)) for n in policy.count_tokens([source[rows[i]][0] for i in part])]
+        number = rows[lengths.index(max(lengths))]
+        room = context - max(lengths)
         if room >= new:
             continue
         if fixed(key) or isinstance(source, GeneratedRows) or room < new // 4:
@@ -458,10 +493,10 @@ def completion_limits(
             if new < context:
                 remedy = f"data.max_prompt_length={context - new}, which leaves out longer prompts, or a lower {key}"
             raise ValueError(
-                f"{origin(source, number)}: the prompt has {lengths[number]} tokens, which with {key}={new} are more "
+                f"{origin(source, number)}: the prompt has {max(lengths)} tokens, which with {key}={new} are more "
                 f"than the model's context of {context}; set {remedy}"
             )
-        where = f"the longest prompt has {lengths[number]} tokens ({origin(source, number)})"
+        where = f"the longest prompt has {max(lengths)} tokens ({origin(source, number)})"
         _log.warning("%s=%d becomes %d: the context has %d tokens, and %s", key, new, room, context, where)
         limits[key] = room
     return limits

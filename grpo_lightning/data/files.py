@@ -1,13 +1,15 @@
 """Prompts from files, the Hugging Face hub, the config or memory; every row is checked once, when it is read."""
 
 import csv
+import functools
 import glob
 import gzip
 import io
+import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +18,7 @@ from grpo_lightning.config.rules import local_or_hub
 from grpo_lightning.config.settings import format_override
 from grpo_lightning.console import single_line
 from grpo_lightning.data.datamodule import PromptData, Row, Source
+from grpo_lightning.data.stream import Stream
 from grpo_lightning.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -25,6 +28,7 @@ SUFFIXES = (*_LINES, ".json", *_TABLES, ".parquet")
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves behind
 _RESERVED = ("prompts", "completions", "completion_ids", "self")  # arguments of reward functions and methods
+_BATCH = 1024  # rows of parquet that are in memory at once
 _MIN_HOLD_OUT = 5  # rows; of fewer in memory all serve for training and validation
 _LIKELY = ("prompt", "question", "problem", "instruction", "query", "messages", "conversations", "text", "input")
 """What other data sets call the column of the prompt."""
@@ -33,6 +37,7 @@ _UNSEEN = ("image", "images", "video", "videos", "audio", "tools", "chat_templat
 """Columns that other trainers show to the model."""
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""")
 """Chat messages that were written as text, as CSV does."""
+
 
 Placed: TypeAlias = tuple[str, Mapping[str, Any]]
 """Where a row comes from, for messages, and its values by column."""
@@ -81,6 +86,7 @@ class Rows:
         columns: New name -> name in the rows, dotted for a field in a column; only these are kept. None keeps all.
         filter: Which rows to use; None uses all.
         map_row: Row -> row whose columns are then selected and renamed; None leaves it as it is.
+        limit: How many of the rows to read, of those that the filter leaves; None reads all.
 
     Raises:
         ValueError: There is no row, or none has one of the ``columns``, or a prompt is malformed.
@@ -95,21 +101,11 @@ class Rows:
         columns: Mapping[str, str] | None = None,
         filter: RowFilter | None = None,
         map_row: RowMap | None = None,
+        limit: int | None = None,
     ) -> None:
-        kept: list[tuple[str, dict[str, Any]]] = []
         known: dict[str, None] = {}
-        for place, row in rows:
-            try:
-                if filter and not filter(row):
-                    continue
-                row = map_row(row) if map_row else row
-            except Exception as error:
-                raise ValueError(f"{place}: data.filter or data.map_row: {error!r}") from error
-            known.update(dict.fromkeys(row))
-            if columns:
-                selected = {prompt_column: prompt_column, **columns}
-                row = {new: found[0] for new, old in selected.items() if (found := _field(row, old))}
-            kept.append((place, {name: None if _is_missing(value) else value for name, value in row.items()}))
+        selected = _select(rows, prompt_column, columns, filter, map_row, known)
+        kept = list(itertools.islice(selected, limit))
         if not kept:
             raise ValueError(f"{source}: there is no row")
         names = dict.fromkeys(name for _, row in kept for name in row)
@@ -147,6 +143,29 @@ class Rows:
         return self._origins[index]
 
 
+def _select(
+    rows: Iterable[Placed],
+    prompt_column: str,
+    columns: Mapping[str, str] | None,
+    filter: RowFilter | None,
+    map_row: RowMap | None,
+    known: dict[str, None],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows that the filter leaves, with the chosen columns; ``known`` takes up all columns that there are."""
+    chosen = {prompt_column: prompt_column, **columns} if columns else {}
+    for place, row in rows:
+        try:
+            if filter and not filter(row):
+                continue
+            row = map_row(row) if map_row else row
+        except Exception as error:
+            raise ValueError(f"{place}: data.filter or data.map_row: {error!r}") from error
+        known.update(dict.fromkeys(row))
+        if chosen:
+            row = {new: found[0] for new, old in chosen.items() if (found := _field(row, old))}
+        yield place, {name: None if _is_missing(value) else value for name, value in row.items()}
+
+
 def _field(row: Mapping[str, Any], name: str) -> list[Any]:
     """The value of a column, or of a field in it (``reward_model.ground_truth``), in a list; empty if there is none."""
     if name in row:
@@ -174,18 +193,23 @@ class JsonLines(Rows):
     """
 
     def __init__(self, path: str | Sequence[str], **selection: Any) -> None:
-        paths = [path] if isinstance(path, str | Path) else list(path)
-        rows = [row for name in paths for file in _match_files(name) for row in _read(file)]
-        super().__init__(rows, ", ".join(map(str, paths)), **selection)
+        super().__init__([row for file in _match_files(path) for row in _read(file)], _name(path), **selection)
 
 
-def _match_files(name: str | Path) -> list[Path]:
-    """The file of a name, or those of a pattern."""
-    path = Path(name).expanduser()
-    found = [path] if path.exists() else [Path(one) for one in sorted(glob.glob(str(path)))]
-    if not found:
-        raise ValueError(f"data.path={name}: there is no such file")
-    return found
+def _name(path: str | Sequence[str]) -> str:
+    return str(path) if isinstance(path, str | Path) else ", ".join(map(str, path))
+
+
+def _match_files(path: str | Sequence[str]) -> list[Path]:
+    """The files of names and patterns."""
+    files: list[Path] = []
+    for name in [path] if isinstance(path, str | Path) else path:
+        one = Path(name).expanduser()
+        found = [one] if one.exists() else [Path(match) for match in sorted(glob.glob(str(one)))]
+        if not found:
+            raise ValueError(f"data.path={name}: there is no such file")
+        files += found
+    return files
 
 
 def _read(path: Path) -> list[Placed]:
@@ -198,9 +222,7 @@ def _read(path: Path) -> list[Placed]:
             "folders and files of arrow and text"
         )
     if suffix == ".parquet":
-        import pyarrow.parquet
-
-        return _number_rows(path, "row", pyarrow.parquet.read_table(str(path)).to_pylist())
+        return list(_stream(path))
     with gzip.open(path, "rb") if is_zipped else path.open("rb") as file:
         content = file.read()
     if suffix in _TABLES:
@@ -213,6 +235,25 @@ def _read(path: Path) -> list[Placed]:
         return [(place, _object(item, place)) for place, item in _number_rows(path, "item", items)]
     lines = _number_rows(path, "line", content.split(b"\n"))  # bytes, as only a newline ends a line of JSON
     return [(place, _object(_json(line, place), place)) for place, line in lines if line.strip()]
+
+
+def _stream(path: Path) -> Iterator[Placed]:
+    """Read the rows of a file of JSON lines or parquet, one at a time."""
+    is_zipped = path.suffix == ".gz"
+    if path.suffix == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(path) as table:
+            rows = itertools.chain.from_iterable(part.to_pylist() for part in table.iter_batches(_BATCH))
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+    elif (Path(path.stem).suffix if is_zipped else path.suffix) in _LINES:
+        with gzip.open(path, "rb") if is_zipped else path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                place = f"{path}, line {number}"
+                if line.strip():
+                    yield place, _object(_json(line, place), place)
+    else:
+        raise ValueError(f"data.path={path}: data.streaming reads JSON lines ({', '.join(_LINES)}) and parquet")
 
 
 def _number_rows(path: Path, unit: str, rows: Iterable[Any]) -> list[tuple[str, Any]]:
@@ -295,13 +336,17 @@ class Hub(Rows):
     def __init__(
         self, path: str, split: str, name: str | None = None, revision: str | None = None, **selection: Any
     ) -> None:
-        source = f"{path} ({split})"
-        table = _load(path, split, name, revision)
-        super().__init__(((f"{source}, row {n}", row) for n, row in enumerate(table, 1)), source, **selection)
+        super().__init__(_read_split(path, split, name, revision), f"{path} ({split})", **selection)
 
 
-def _load(path: str, split: str, name: str | None, revision: str | None) -> Any:
-    """Load a ``datasets.Dataset``."""
+def _read_split(path: str, split: str, name: str | None, revision: str | None, **options: Any) -> Iterator[Placed]:
+    """Read the rows of a data set."""
+    table = _load(path, split, name, revision, **options)
+    return ((f"{path} ({split}), row {number}", row) for number, row in enumerate(table, 1))
+
+
+def _load(path: str, split: str, name: str | None, revision: str | None, **options: Any) -> Any:
+    """Load a ``datasets.Dataset``, or an ``IterableDataset`` with ``streaming=True``."""
     import datasets
 
     if path in {*_KINDS.values(), "text"} and not Path(path).exists():
@@ -316,9 +361,9 @@ def _load(path: str, split: str, name: str | None, revision: str | None) -> Any:
             return saved.with_format(None)  # it may have been saved with one that makes tables or tensors of rows
         if local.is_file():
             kind = _KINDS.get(local.suffix, "text")
-            return datasets.load_dataset(kind, data_files={split.split("[")[0]: path}, split=split)
+            return datasets.load_dataset(kind, data_files={split.split("[")[0]: path}, split=split, **options)
         place = str(local.absolute()) if local.is_dir() else path  # a folder may be called json, as a format is
-        return datasets.load_dataset(place, name, split=split, revision=revision)
+        return datasets.load_dataset(place, name, split=split, revision=revision, **options)
     except Exception as error:  # of the network, of a format, or of YAML
         message = single_line(" ".join(f"{error!r} {error.__cause__ or ''}".split()))
         raise ValueError(f"data.path={path!r}, data.split={split!r}: {message}") from error
@@ -337,12 +382,16 @@ class Inline(Rows):
     """
 
     def __init__(self, prompts: Iterable[Any], name: str = "data.train.prompts", prompt_column: str = "prompt") -> None:
-        rows = [dict(row) if isinstance(row, Mapping) else {prompt_column: row} for row in prompts]
-        for row in rows:
-            prompt: Any = row.get(prompt_column)
-            if isinstance(prompt, tuple) or hasattr(prompt, "tolist"):
-                row[prompt_column] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-        super().__init__([(f"{name}, item {number}", row) for number, row in enumerate(rows, 1)], name, prompt_column)
+        super().__init__(_number_items(prompts, name, prompt_column), name, prompt_column)
+
+
+def _number_items(items: Iterable[Any], name: str, prompt_column: str) -> Iterator[Placed]:
+    for number, item in enumerate(items, 1):
+        row = dict(item) if isinstance(item, Mapping) else {prompt_column: item}
+        prompt: Any = row.get(prompt_column)
+        if isinstance(prompt, tuple) or hasattr(prompt, "tolist"):
+            row[prompt_column] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        yield f"{name}, item {number}", row
 
 
 def gsm8k_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,11 +422,15 @@ def file_prompts(
     columns: Mapping[str, str] | None,
     filter: RowFilter | None,
     map_row: RowMap | None,
+    streaming: bool = False,
+    shuffle_buffer: int = 10_000,
     **settings: Any,
 ) -> PromptData:
-    """Data module of `JsonLines`."""
-    source = partial(JsonLines, prompt_column=prompt_column, columns=columns, filter=filter, map_row=map_row)
-    return data_module(source, path, validation_path, settings)
+    """Data module of `JsonLines`, or of a `Stream` of such files."""
+    selection: Any = {"prompt_column": prompt_column, "columns": columns, "filter": filter, "map_row": map_row}
+    if streaming:
+        return _stream_module(_stream_files, path, validation_path, selection, shuffle_buffer, settings)
+    return data_module(partial(JsonLines, **selection), path, validation_path, settings)
 
 
 def hub_prompts(
@@ -391,27 +444,91 @@ def hub_prompts(
     columns: Mapping[str, str] | None,
     filter: RowFilter | None,
     map_row: RowMap | None,
+    streaming: bool = False,
+    shuffle_buffer: int = 10_000,
     **settings: Any,
 ) -> PromptData:
-    """Data module of a `Hub` data set."""
-    source = partial(Hub, prompt_column=prompt_column, columns=columns, filter=filter, map_row=map_row)
-    return data_module(partial(source, path, name=name, revision=revision), split, validation_split, settings)
+    """Data module of a `Hub` data set, or of a `Stream` of its rows."""
+    selection: Any = {"prompt_column": prompt_column, "columns": columns, "filter": filter, "map_row": map_row}
+    if streaming:
+        read = partial(_read_split, path, name=name, revision=revision, streaming=True)
+        return _stream_module(read, split, validation_split, selection, shuffle_buffer, settings)
+    source = partial(Hub, path, name=name, revision=revision, **selection)
+    return data_module(source, split, validation_split, settings)
+
+
+def _stream_files(path: str | Sequence[str]) -> Iterator[Placed]:
+    return (row for file in _match_files(path) for row in _stream(file))
+
+
+def _stream_module(
+    read: Callable[[Any], Iterable[Placed]],
+    train: Any,
+    validation: Any,
+    selection: Mapping[str, Any],
+    shuffle_buffer: int,
+    settings: Mapping[str, Any],
+) -> PromptData:
+    """Data module of a `Stream`, which has the columns of its first rows; without ``validation`` those are held out."""
+    order, size = settings["order"], settings["validation_size"]
+    if order not in ("shuffled", "sequential"):
+        raise ValueError(f"data.order={order}: a stream is shuffled or sequential; data.streaming=false can sort")
+    if shuffle_buffer < 1:
+        raise ValueError(f"data.shuffle_buffer={shuffle_buffer}: expected 1 or more rows")
+
+    @functools.cache
+    def first_rows(of_train: bool) -> Rows:
+        rows = read(train if of_train else validation)
+        return Rows(rows, "data.path" if of_train else "data, validation", **selection, limit=size)
+
+    def open_train() -> Stream:
+        column, first = selection["prompt_column"], first_rows(True)
+        names = tuple(first[0][1])
+        held_out = set() if validation is not None else {repr(first[i][0]) for i in range(len(first))}
+
+        def draw() -> Iterator[tuple[str, Row]]:
+            for place, row in _select(read(train), **selection, known={}):
+                prompt = check_prompt(row.get(column), f"{place}, column {column!r}")
+                if repr(prompt) not in held_out:
+                    yield place, (prompt, {name: row.get(name) for name in names})
+
+        return Stream(draw, shuffle_buffer if order == "shuffled" else 1, settings["seed"])
+
+    return PromptData(
+        train=None if train is None else open_train,
+        validation=lambda: first_rows(validation is None),
+        **settings,
+    )
 
 
 def indexed_rows(rows: Any) -> Any:
-    """Rows by index; those of a table of pandas as mappings."""
+    """Rows by index, or a stream as it is; those of a table of pandas as mappings."""
     if hasattr(rows, "to_dict") and hasattr(rows, "iloc"):
         return rows.to_dict("records")
     if hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and not hasattr(rows, "__iter__"):
         return [rows[index] for index in range(len(rows))]  # such as a torch Dataset
-    if rows is None or (hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str)):
+    if rows is None or _is_stream(rows):
         return rows
-    take = "list(data.take(1000))" if hasattr(rows, "take") else "list(itertools.islice(data, 1000))"
-    raise ValueError(f"data={rows!r:.80}: needs rows by index; of a stream, take some: {take}")
+    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str):
+        return rows
+    raise ValueError(
+        f"data={rows!r:.80}: needs rows by index, or an IterableDataset, which can be read again from its first row"
+    )
 
 
-def memory_prompts(*, train: Any, validation: Any, prompt_column: str, **settings: Any) -> PromptData:
+def _is_stream(rows: Any) -> bool:
+    """Whether rows can be read from the first on, as often as one likes, but neither counted nor held."""
+    return hasattr(rows, "__iter__") and not hasattr(rows, "__len__") and not isinstance(rows, Iterator)
+
+
+def memory_prompts(
+    *, train: Any, validation: Any, prompt_column: str, shuffle_buffer: int = 10_000, **settings: Any
+) -> PromptData:
     """Data module of rows in memory; without ``validation`` some are held out, or all of them where they are few."""
+    if _is_stream(train):
+        selection = {"prompt_column": prompt_column, "columns": None, "filter": None, "map_row": None}
+        read = partial(_number_items, name="data", prompt_column=prompt_column)
+        return _stream_module(read, train, validation, selection, shuffle_buffer, settings)
     rows = None if train is None else Inline(indexed_rows(train), "data", prompt_column)
     held_out = None if validation is None else Inline(indexed_rows(validation), "data, validation", prompt_column)
     if rows is not None and held_out is None:

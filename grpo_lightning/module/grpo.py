@@ -73,7 +73,7 @@ class GRPOLightningModule(StepModule):
         own = {name: value for name, value in vars(rollout).items() if name != "reward"}
         self._varying = {"loss": loss, "reward": rollout.reward, "rollout": own}
         # a tuple, so not a submodule
-        self._reference = (reference(policy) if loss.kl_coef or rollout.kl_penalty else None,)
+        self._reference = (reference(policy) if loss.kl_coef or rollout.uses_reference else None,)
 
     @property
     def reference(self) -> Policy | None:

@@ -29,7 +29,7 @@ UNSET = "(default)"
 Points = list[tuple[int, float]]
 """(step, value), in the order of the steps."""
 _RATE = re.compile(
-    r"(val/)?(pass@|maj@|reward/(accuracy|exact|numeric|math|format)$)|.*_fraction$|group/(all_|mixed)|failure/"
+    r"(val/)?(.+/)?(pass@|maj@|reward/(accuracy|exact|numeric|math|format)$)|.*_fraction$|group/(all_|mixed)|failure/"
 )
 """Metrics that are fractions of completions, groups or prompts."""
 _NOT_SWEPT = ("seed", "checkpoint", "run_dir", "tags", "task_name")
@@ -289,6 +289,7 @@ def compare(
     ordered = [(dict(zip(keys, v, strict=True)), groups[v]) for v in sorted(groups, key=lambda v: [*map(_order, v)])]
     lines = {}
     default = [name for name in DEFAULT_METRICS if name in recorded]
+    default += sorted(name for name in recorded if re.fullmatch(r"val/.+/pass@1", name))  # of each source of a mixture
     if len({_definition(run, "reward/total") for run in counted}) > 1:  # each reward by itself does not change
         default += sorted(name for name in recorded if re.fullmatch(r"reward/(?!total$|std$).*", name))
     for metric in metrics or default or sorted(recorded)[:1]:

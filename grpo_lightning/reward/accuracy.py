@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from grpo_lightning.console import single_line
-from grpo_lightning.reward.spec import Failure, describe_error, is_missing, score_rows
+from grpo_lightning.reward.spec import Failure, arguments, describe_error, is_missing, score_rows
 
 log = logging.getLogger(__name__)
 
@@ -210,6 +210,20 @@ def demonstrated(
             for text in completion
         ]
     return exact(completions, answer, prefills=prefills)
+
+
+def of_source(
+    completions: Sequence[str], data_verifier: Sequence[str], *, prefills: Sequence[str] = (), **columns: Sequence[Any]
+) -> list[float | None]:
+    """What the verifier of each row's source in a mixture gives it: a function of this module, by its name."""
+    scores: list[float | None] = [None] * len(completions)
+    inputs = {"completions": completions, **columns} | ({"prefills": prefills} if prefills else {})
+    for name in dict.fromkeys(data_verifier):
+        rows = [row for row, one in enumerate(data_verifier) if one == name]
+        passed = arguments(globals()[name], {key: [values[row] for row in rows] for key, values in inputs.items()})[1]
+        for row, score in zip(rows, globals()[name](**passed), strict=True):
+            scores[row] = score
+    return scores
 
 
 def of_environment(turn_scores: Sequence[Sequence[tuple[int, float]]]) -> list[float]:

@@ -15,6 +15,7 @@ from grpo_lightning.reward.spec import (
     RewardError,
     RewardSpec,
     Score,
+    applies,
     arguments,
     describe_error,
     innermost,
@@ -73,7 +74,11 @@ def check_rows(rewards: Mapping[str, RewardSpec], rows: Sequence[tuple[Any, Mapp
         if getattr(function, "__name__", "") not in _CHECKED or "grpo_lightning.reward." not in function.__module__:
             continue
         required = arguments(spec.function, dict.fromkeys(ARGUMENTS))[0]
-        tried = [row for row, (_, columns) in enumerate(rows) if not any(is_missing(columns[key]) for key in required)]
+        tried = [
+            row
+            for row, (_, columns) in enumerate(rows)
+            if applies(name, columns.get("data_rewards")) and not any(is_missing(columns[key]) for key in required)
+        ]
         refused, unscored = {}, {}
         for row in tried if required else tried[:1]:  # settings are the same for all
             prompt, columns = rows[row]
@@ -128,6 +133,8 @@ class Scoring:
         check_columns(rewards, columns)
         self._rewards, self._poll = rewards, poll
         self._inputs = {"prompts": prompts, **columns} | ({"prefills": prefills} if any(prefills) else {})
+        listed = columns.get("data_rewards") or [None] * len(prompts)
+        self._rows = {name: [row for row, one in enumerate(listed) if applies(name, one)] for name in rewards}
         coroutines = {name for name, spec in rewards.items() if is_coroutine_function(spec.function)}
         self._results: dict[str, dict[int, Any]] = {
             name: {} for name, spec in rewards.items() if spec.timeout or name in coroutines
@@ -146,7 +153,8 @@ class Scoring:
     def begin(self, row: int, text: str, ids: Sequence[int]) -> None:
         """Start to score one completion with the rewards that have a timeout or are coroutines."""
         for name in self._results:
-            self._submit(name, row, {"completions": text, "completion_ids": ids})
+            if row in self._rows[name]:
+                self._submit(name, row, {"completions": text, "completion_ids": ids})
 
     def finish(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]] | None) -> Scores:
         """Start on the completions that were not begun, and wait for all.
@@ -167,7 +175,7 @@ class Scoring:
             if len(rows) != len(completions):
                 raise RewardError(f"{key!r}: expected {len(completions)} values, got {len(rows)}")
         for name, begun in self._results.items():
-            for row in range(len(completions)):
+            for row in self._rows[name]:
                 if row not in begun:
                     self._submit(name, row, {key: values[row] for key, values in sampled.items()})
         scores: dict[str, list[Score]] = {}
@@ -177,7 +185,7 @@ class Scoring:
                 if name in self._results:
                     scores[name], failed[name] = self._collect(name, spec, completions)
                 else:
-                    scores[name] = _read_scores(name, _call(name, spec, inputs), completions)
+                    scores[name] = self._score(name, spec, inputs)
         except RewardError as error:
             if error.row is not None:
                 error.inputs = {key: values[error.row] for key, values in self._inputs.items()}
@@ -197,11 +205,30 @@ class Scoring:
             else self._workers.submit(spec.function, call, seconds=spec.timeout or 0.0).result
         )
 
+    def _score(self, name: str, spec: RewardSpec, inputs: Mapping[str, Sequence[Any]]) -> list[Score]:
+        """Call a reward in this process with the rows that it applies to."""
+        scores: list[Score] = [None] * len(inputs["completions"])
+        rows = self._rows[name]
+        chosen = inputs
+        if len(rows) < len(scores):
+            chosen = {key: [values[row] for row in rows] for key, values in inputs.items()}
+        try:
+            found = _read_scores(name, _call(name, spec, chosen), chosen["completions"]) if rows else []
+        except RewardError as error:
+            error.row = None if error.row is None else rows[error.row]
+            raise
+        for row, score in zip(rows, found, strict=True):
+            scores[row] = score
+        return scores
+
     def _collect(self, name: str, spec: RewardSpec, completions: Sequence[str]) -> tuple[list[Score], float]:
         """Wait for a reward's calls: [B] scores, and the fraction of the completions on which it failed."""
         values: list[Any] = []
         failures: dict[int, Failure] = {}
         for row in range(len(completions)):
+            if row not in self._results[name]:
+                values.append(None)
+                continue
             value = self._results[name][row](self._poll)
             if isinstance(value, Failure):
                 failures[row], value = value, [None]

@@ -168,6 +168,11 @@ def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, Real) and value != value)
 
 
+def applies(name: str, rewards: Sequence[str] | None) -> bool:
+    """Whether a reward scores a row whose column ``data_rewards``, of a mixture of data, is ``rewards``."""
+    return rewards is None or name in rewards
+
+
 def score_rows(score: Callable[..., Any], completions: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:
     """``score(completion, *values)`` of each row; None where a value is missing."""
     return [

@@ -16,7 +16,7 @@ from grpo_lightning.policy import Policy
 from grpo_lightning.reward import RewardSpec
 from grpo_lightning.rollout.scoring import Scorer, StepContext
 from grpo_lightning.sampler.token_sampling import MAX_SUPPORT
-from grpo_lightning.types import Prompts, Rollout, Sampled, Sampling, SamplingSupport, Scored
+from grpo_lightning.types import Prompts, Rollout, Sampled, Sampling, SamplingSupport, Scored, by_source
 
 if TYPE_CHECKING:
     from grpo_lightning.environment import Environment
@@ -83,6 +83,8 @@ class Collector:
     kv_cache_gib: float | None = None
     kl_penalty: float = 0.0
     """k1 to the reference, summed over the completion, is taken off the total reward times this."""
+    teacher_coef: float = 0.0
+    """The log-ratio of the reference to the policy at a token is added to its advantage times this."""
     group_filter: GroupFilter | None = None
     """Says by the outcome rewards which groups to train on; None for all."""
     max_tries: int = 1
@@ -101,6 +103,11 @@ class Collector:
                 raise ValueError(
                     f"advantage: its parameter {parameter.name!r} is none of {', '.join(ADVANTAGE_INPUTS)}"
                 )
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether rewards or advantages need log-probabilities of the reference."""
+        return bool(self.kl_penalty or self.teacher_coef)
 
     @property
     def sampling(self) -> Sampling:
@@ -260,6 +267,8 @@ class Collector:
         if self.top_entropy < 1:
             has_advantage = top_entropy_mask(sampled.entropy, mask, fraction=self.top_entropy)
         advantages = advantages.to(mask.device).reshape(len(mask), -1)  # [P, G] -> [B, 1], or [P, G, T] -> [B, T]
+        if self.teacher_coef:
+            advantages = advantages + self.teacher_coef * (ref_logprobs - sampled.logprobs)
         return Rollout(
             ids=sampled.ids,
             attention_mask=sampled.attention_mask,
@@ -306,6 +315,8 @@ def sampled_metrics(scored: Scored) -> dict[str, Tensor]:
     right = scored.right.view_as(rewards).float().mean(-1)
     lengths = scored.sampled.mask.sum(-1).float()
     metrics = {f"reward/{name}": values.nanmean() for name, values in scored.rewards.items()}
+    for source, groups in by_source(scored.prompts).items():
+        metrics[f"reward/{source}/total"] = rewards[groups].nanmean()
     metrics |= {
         "reward/std": replace_nan(rewards).std(-1).mean(),
         "group/all_right": (right == 1).float().mean(),
