@@ -305,6 +305,8 @@ class Run:
                 status = "stopped" if mode == "fit" and made < needed else "finished"
                 if status == "stopped" and is_first_process():
                     log.warning("a callback has ended the run after %d of %d steps", made, needed)
+                if mode == "fit" and is_first_process() and (lack := self._lack_of_signal()):
+                    log.warning("%s; mode=preflight shows completions with their rewards, and what to change", lack)
             except BaseException as error:
                 if inputs := getattr(error, "inputs", None):  # a RewardError, here or in another process
                     sources = self.data.load(training=self.config["mode"] != "validate")
@@ -346,6 +348,18 @@ class Run:
     def _find_checkpoint(self, config: Mapping[str, Any], *, again: bool = False) -> Path | None:
         given = self.directory_given or again
         return resume.find_checkpoint(config, self.directory, directory_given=given, overrides=self.overrides)
+
+    def _lack_of_signal(self) -> str | None:
+        """What to say of a run in which rewards or gradients were 0 in every step; None of any other."""
+        zeros = {name for name, one in self.module.history.items() if one.min == one.max == 0}
+        is_still, has_no_advantage = "optim/grad_norm" in zeros, {"advantage/mean", "advantage/std"} <= zeros
+        if not is_still and not has_no_advantage:
+            return None
+        cause = "every advantage was 0" if has_no_advantage else "every gradient was 0"
+        if has_no_advantage and "reward/total" not in self.module.history.keys() - zeros:
+            cause = "no completion was rewarded"
+        is_unchanged = is_still and not value_at(self.config, "optimizer.weight_decay")
+        return f"{cause}: {'the weights are unchanged' if is_unchanged else 'nothing was learned from rewards'}"
 
     def _completed_steps(self) -> int:
         return int(self.module.completed_steps) if "module" in vars(self) else 0

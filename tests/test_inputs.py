@@ -130,6 +130,8 @@ def test_a_run_in_a_notebook(tmp_path):
     assert repr(run) == f"Run(finished, 3 steps, pass@1 {run.metrics['val/pass@1']:.3f}, {tmp_path})".replace("0.", ".")
     page = to_html(run)
     assert page == run._repr_html_()
+    assert page.count("<svg ") == 1
+    assert len(page.partition('points="')[2].partition('"')[0].split()) == 4  # before the first step and after each
     assert "<td>reward/total</td>" in page
     assert "time/" not in page
 

@@ -245,6 +245,8 @@ class StepModule(LightningModule):
         self.validated_at = -1
         self.metrics: dict[str, float] = {}
         self.history: dict[str, MetricHistory] = {}
+        self.curves: dict[str, list[tuple[int, float]]] = {}
+        """(step, value) of every metric as measured by this process, for notebooks."""
         self._own_loop: Loop | None = None
 
     def seed_of(self, *what: object) -> int:
@@ -363,6 +365,7 @@ class StepModule(LightningModule):
         for name, value in finite.items():
             history = self.history.setdefault(name, MetricHistory(value, self.completed_steps))
             history.add(value, self.completed_steps)
+            self.curves.setdefault(name, []).append((self.completed_steps, value))
         self.loop.log(finite, step=self.completed_steps)
 
     def summary(self) -> dict[str, dict[str, float]]:
