@@ -235,6 +235,15 @@ def test_curves_are_drawn_with_a_band(sweep, tmp_path):
     assert value.mean == pytest.approx(0.4)  # (0.4 + 0.5 + 0.3) / 3
     assert value == estimate([0.4, 0.5, 0.3], is_rate=True)
     main([str(sweep), "--metric", METRIC, "reward/total", "--plot", str(tmp_path / "new" / "curve.png")])
+    for number in range(3):  # the first line has no reward/total: the others keep their colors
+        file = sweep / str(number) / "csv" / "metrics.csv"
+        file.write_text(file.read_text().replace("reward/total", "reward/other"))
+    main([str(sweep), "--metric", METRIC, "reward/total", "--plot", str(tmp_path / "curve.svg")])
+    drawn = (tmp_path / "curve.svg").read_text()
+    assert [drawn.count(f"stroke: {color}") for color in ("#1f77b4", "#ff7f0e", "#2ca02c")] == [2, 3, 3]  # with legend
+    write_run(tmp_path / "other" / "0", ["seed=0"], [0.5], kind="none")
+    with pytest.raises(SystemExit, match="no run has a curve of val/pass@1: these are kept by logger=tensorboard"):
+        main([str(tmp_path / "other"), "--plot", str(tmp_path / "empty.png")])
     write_run(sweep / "9", ["reward.format.weight=$\\frac1$"], [0.1, 0.2, 0.3])  # is no formula
     main([str(sweep), "--metric", METRIC, "--plot", str(tmp_path / "curve.svg")])
     assert "<svg" in (tmp_path / "curve.svg").read_text()

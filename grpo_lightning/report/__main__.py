@@ -1,6 +1,7 @@
 """Command line of the report: ``python -m grpo_lightning.report DIR``."""
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -38,24 +39,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def plot(comparison: Comparison, file: Path) -> None:
-    """Draw one panel per metric into a picture whose format is the file's ending."""
+    """Draw one panel per metric into a picture whose format is the file's ending; a line has one color in all."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError("--plot needs matplotlib: pip install 'grpo-lightning[plot]'") from None
-    panels = len(comparison.lines)
-    figure = Figure(figsize=(7, 0.6 + 3 * panels), dpi=150, layout="tight")
-    grid = figure.subplots(panels, squeeze=False, sharex=True)
-    for axes, (metric, lines) in zip(grid[:, 0], comparison.lines.items(), strict=True):
+    for metric, lines in comparison.lines.items():
+        if not any(line.curve for line in lines):
+            raise ValueError(f"--plot: no run has a curve of {metric}: these are kept by logger=tensorboard or csv")
+    labels = list(dict.fromkeys(line.label for lines in comparison.lines.values() for line in lines))
+    columns = 1 if len(comparison.lines) < 4 else 2
+    rows = math.ceil(len(comparison.lines) / columns)
+    figure = Figure(figsize=(7 * columns, 0.8 + 3 * rows + 0.2 * len(labels)), dpi=150, layout="constrained")
+    drawn = {}
+    for number, (metric, lines) in enumerate(comparison.lines.items(), 1):
+        axes = figure.add_subplot(rows, columns, number, sharex=figure.axes[0] if figure.axes else None)
         for line in lines:
+            color = f"C{labels.index(line.label)}"
             label = single_line(line.label).replace("$", r"\$")  # no formula
-            [drawn] = axes.plot(list(line.curve), [value.mean for value in line.curve.values()], label=label)
+            [drawn[label]] = axes.plot(list(line.curve), [value.mean for value in line.curve.values()], color=color)
             if band := [(step, value.low, value.high) for step, value in line.curve.items() if value.low is not None]:
-                axes.fill_between(*zip(*band, strict=True), color=drawn.get_color(), alpha=0.2, linewidth=0)
-        axes.set(ylabel=metric)
+                steps, low, high = zip(*band, strict=True)
+                axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+        axes.set(xlabel="rollouts", ylabel=metric)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize="small")
-    grid[-1, 0].set(xlabel="rollouts")
+    title = "mean over seeds, and its 95 % interval"
+    figure.legend(drawn.values(), drawn, loc="outside lower center", title=title, frameon=False, fontsize="small")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
 
