@@ -18,7 +18,7 @@ from lightning import Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from grpo_lightning import memory
-from grpo_lightning.callbacks.checkpoint import check_replaceable, export
+from grpo_lightning.callbacks.checkpoint import check_replaceable, export, upload
 from grpo_lightning.checkpoint import lock, resume
 from grpo_lightning.checkpoint.io import read_weights
 from grpo_lightning.checkpoint.resume import check_weights, load_checkpoint, resume_command
@@ -217,6 +217,8 @@ class Run:
                 load_checkpoint(module, checkpoint)
                 export(module.policy, directory, metrics=module.metrics, settings=module.settings)
                 log.info("exported to %s", directory)
+                if name := value_at(self.config, "callbacks.export.push_to_hub"):
+                    upload(directory, name)
         return directory
 
     def preflight(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ USED_BY = {
     "mlflow": {"logger"},
     "numpy": {"sampler", "data"},
     "omegaconf": {"cli", "composition", "object_overrides", "sweep"},
+    "huggingface_hub": {"callbacks/checkpoint.py", "config"},  # comes with transformers
     "google": {"report"},  # comes with tensorboard
     "pebble": {"reward"},
     "peft": {"policy", "reference"},

@@ -1,11 +1,16 @@
 """What callbacks write and show: completions, exports, progress lines, a moving reference, seconds of phases."""
 
+import base64
 import csv
 import json
 import math
 import os
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +100,68 @@ def test_an_export_replaces_nothing_but_an_export(tmp_path):
         small_run(tmp_path / "refused", f"callbacks.export.directory={home}")
     assert json.loads((tmp_path / "refused" / "summary.json").read_text())["steps"] == 0
     assert (home / "README.md").read_text() == "my own model"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks of the hub for an upload without Xet."""
+
+    def do_POST(self):
+        hub, body = self.server, self.rfile.read(int(self.headers["content-length"]))
+        asked = [json.loads(line) for line in body.splitlines()]
+        hub.tokens.add(self.headers["authorization"])
+        answer = {"errors": [], "warnings": []}  # of the model card
+        if self.path == "/api/repos/create":
+            hub.created.append((asked[0]["name"], asked[0]["visibility"]))
+            answer = {"url": f"{hub.url}/me/{asked[0]['name']}"}
+        elif self.path == "/api/models/me/spelling/preupload/main":
+            modes = [(f["path"], "lfs" if f["path"].endswith(".safetensors") else "regular") for f in asked[0]["files"]]
+            answer = {"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes]}
+        elif self.path == "/me/spelling.git/info/lfs/objects/batch":
+            files = asked[0]["objects"]
+            answer = {"objects": [{**f, "actions": {"upload": {"href": f"{hub.url}/{f['oid']}"}}} for f in files]}
+        elif self.path == "/api/models/me/spelling/commit/main":
+            for value in [line["value"] for line in asked[1:]]:  # the first is a header
+                is_large = "oid" in value
+                hub.files[value["path"]] = hub.stored[value["oid"]] if is_large else base64.b64decode(value["content"])
+            answer = {"commitUrl": f"{hub.url}/me/spelling/commit/1", "commitOid": "1"}
+        self.answer(answer)
+
+    def do_PUT(self):
+        self.server.stored[self.path[1:]] = self.rfile.read(int(self.headers["content-length"]))
+        self.answer({})
+
+    def answer(self, page):
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(json.dumps(page).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+def test_an_export_is_uploaded_to_the_hub_and_a_failure_loses_nothing(tmp_path):
+    def train(*words, token="hf_of_a_test"):
+        given = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        command = [*SMALL, f"hydra.run.dir={tmp_path}/run", "callbacks.export.push_to_hub=spelling", *words]
+        env = {**os.environ, **given, "HF_TOKEN": token}
+        return subprocess.run([sys.executable, "train.py", *command], cwd=ROOT, env=env, capture_output=True, text=True)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        hub.url, hub.status = f"http://127.0.0.1:{hub.server_port}", 200
+        hub.created, hub.tokens, hub.stored, hub.files = [], set(), {}, {}
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        assert "push_to_hub=spelling: there is no token of the hub" in " ".join(train(token="").stderr.split())
+        ran = train()
+        assert (ran.returncode, hub.created, hub.tokens) == (0, [("spelling", "private")], {"Bearer hf_of_a_test"})
+        assert f"uploaded to {hub.url}/me/spelling" in ran.stderr
+        export = tmp_path / "run" / "export"
+        assert hub.files == {path.name: path.read_bytes() for path in export.iterdir()}
+        hub.status = 401
+        ran = train("mode=export", "checkpoint=last")
+        assert (ran.returncode, len(hub.created)) == (0, 2)
+        assert f"to upload it: hf upload spelling {export} --private" in " ".join(ran.stderr.split())
+        hub.shutdown()
 
 
 class Stop(Callback):

@@ -50,6 +50,7 @@ def test_values_of_a_wrong_type_or_out_of_range():
             "reward.accuracy.weight=nan": "reward.accuracy.weight=nan: must be a finite number",
             "reward.format.clip=[1,0]": "reward.format.clip=[1, 0]: must be [lowest, highest] or null",
             "trainer.precision=16-mixed": "must be 32-true or bf16-mixed (16-mixed would clip",
+            "callbacks.export.push_to_hub=a/b/c": "push_to_hub=a/b/c: must be NAME or ORG/NAME of the hub",
             "policy.path=./3": "policy.path=./3: must be a directory that exists, or NAME",
             "rollout.temperature={" + LINEAR + ", start: 1.0, end: 0, steps: 5}": (
                 "rollout.temperature.end=0: must be a number > 0"

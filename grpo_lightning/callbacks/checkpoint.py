@@ -1,7 +1,9 @@
 """The newest and the best checkpoint of a run, written between steps only, and the export at its end."""
 
 import json
+import logging
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Mapping
@@ -15,11 +17,13 @@ from torch import Tensor
 
 from grpo_lightning import __version__
 from grpo_lightning.checkpoint import io, resume
-from grpo_lightning.console import atomic_path, utc_now
+from grpo_lightning.console import atomic_path, log_line, single_line, utc_now
 from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import full_state_dict, is_sharded
 from grpo_lightning.logger import warn_on_failure
 from grpo_lightning.policy import Policy
+
+log = logging.getLogger(__name__)
 
 _KEPT = "the checkpoints of earlier steps stay as before"
 
@@ -145,10 +149,11 @@ class Export(Callback):
 
     Args:
         directory: Where to write it.
+        push_to_hub: NAME or ORG/NAME of a model on the hub, to which the export is uploaded.
     """
 
-    def __init__(self, directory: str) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str, push_to_hub: str | None = None) -> None:
+        self.directory, self.push_to_hub = Path(directory), push_to_hub
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         if stage == "fit" and trainer.is_global_zero:
@@ -159,6 +164,8 @@ class Export(Callback):
         if trainer.is_global_zero:
             metrics, settings = module.metrics, module.settings
             export(module.policy, self.directory, weights=weights, metrics=metrics, settings=settings)
+            if self.push_to_hub is not None:
+                upload(self.directory, self.push_to_hub)
 
 
 def export(
@@ -201,6 +208,19 @@ def export(
             raise
         shutil.rmtree(directory, ignore_errors=True)
         staged.replace(directory)
+
+
+def upload(directory: Path, name: str) -> None:
+    """Upload an export to a model on the hub, which is made as a private one if it is new; a failure is a warning."""
+    from huggingface_hub import HfApi
+
+    try:
+        page = HfApi().create_repo(name, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=page.repo_id, folder_path=directory, commit_message="Upload the export of a run")
+        log_line(f"uploaded to {page}")
+    except Exception as error:  # of the token, the network or the hub
+        command = shlex.join(["hf", "upload", name, str(directory), "--private"])
+        log.warning("%s is not on the hub (%s); to upload it: %s", directory, single_line(str(error))[:300], command)
 
 
 def check_replaceable(directory: Path, *, key: str = "callbacks.export.directory") -> Path:

@@ -69,7 +69,7 @@ def check_runtime(config: Mapping[str, Any]) -> None:
     problems = [problem for key, node in each_target(config) for problem in argument_problems(node, key, trusted)]
     if "trainer" in config:
         problems += device_problems(config)
-    if problems := [*problems, *_judge_problems(config), *_sandbox_problems(config)]:
+    if problems := [*problems, *_credential_problems(config), *_sandbox_problems(config)]:
         raise ConfigError(problems)
 
 
@@ -97,12 +97,15 @@ def _key_problems(config: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _judge_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Judges whose keys are in environment variables that are not set."""
+def _credential_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Judges whose keys are in environment variables that are not set, and an upload without a token."""
     for key, node in each_target(config):
         variable = node.get("api_key_env") if node["_target_"] == _JUDGE and config.get("mode") != "export" else None
         if variable is not None and not os.environ.get(variable, "").strip():
             yield f"{key}.api_key_env={variable}: this environment variable is not set; use null without a key"
+    name = value_at(config, "callbacks.export.push_to_hub")
+    if name is not None and config["mode"] in ("fit", "export") and not import_module("huggingface_hub").get_token():
+        yield f"callbacks.export.push_to_hub={name}: there is no token of the hub: run `hf auth login` or set HF_TOKEN"
 
 
 def _sandbox_problems(config: Mapping[str, Any]) -> Iterator[str]:

@@ -193,6 +193,9 @@ RULES: dict[str, Rule] = {
     "correction.cap": number(lambda v: v >= 1, "a ratio >= 1"),
     "correction.high": number(lambda v: v > 1, "a ratio > 1"),
     "advantage.correction": choice(0, 1),
+    "callbacks.export.push_to_hub": Rule(
+        lambda v: re.fullmatch(r"([\w.-]+/)?[\w.-]+", str(v)) is not None, "NAME or ORG/NAME of the hub", null=True
+    ),
     "mode": choice("fit", "validate", "export", "preflight"),
     **_each(flag(), "rollout.rescore", "policy.activation_offload", "callbacks.doctor.stop"),
     **_each(model_path(), "policy.path", "reference.path"),
