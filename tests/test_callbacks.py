@@ -26,7 +26,8 @@ from grpo_lightning.console import escape_control
 from grpo_lightning.types import Clock, Prompts, Sampled, Scored
 from tests.support.board import events, scalars
 from tests.support.checkpoints import write_checkpoint
-from tests.support.running import same, small_module, small_run, weights
+from tests.support.composed import ROOT
+from tests.support.running import SMALL, same, small_module, small_run, weights
 
 HOSTILE = [
     "``` breaks out ``` <script>alert(1)</script>",
