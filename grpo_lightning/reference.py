@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_lightning.policy import Policy
-from grpo_lightning.policy.base import is_adapted
+from grpo_lightning.policy.base import check_adapted
 from grpo_lightning.policy.hf import HFPolicy
 from grpo_lightning.policy.loading import load
 from grpo_lightning.types import Rollout, Sampled
@@ -34,9 +34,8 @@ def none(policy: Policy) -> None:
 
 
 def adapter_off(policy: Policy) -> Policy:
-    """The policy without its adapter, which is what it was at the start; costs no memory."""
-    if not is_adapted(getattr(policy, "model", None)):
-        raise ValueError("reference=adapter_off needs an adapter, such as policy.adapter={r: 16, lora_alpha: 32}")
+    """The policy without its adapter, which is the model of ``policy.path``; costs no memory."""
+    check_adapted(policy, "reference=adapter_off")
     return _AdapterOff(policy)
 
 

@@ -215,7 +215,8 @@ class Run:
             module = self.module
             if is_first_process():
                 load_checkpoint(module, checkpoint)
-                export(module.policy, directory, metrics=module.metrics, settings=module.settings)
+                adapter = bool(value_at(self.config, "callbacks.export.adapter"))
+                export(module.policy, directory, metrics=module.metrics, settings=module.settings, adapter=adapter)
                 log.info("exported to %s", directory)
                 if name := value_at(self.config, "callbacks.export.push_to_hub"):
                     upload(directory, name)

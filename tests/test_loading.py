@@ -131,7 +131,10 @@ def an_adapter(directory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (an_adapter, r" is an adapter without its model; save peft's model.merge_and_unload\(\) and name that$"),
+        (
+            an_adapter,
+            " is an adapter without its model; policy.adapter.path continues one, or save peft's model.merge_",
+        ),
         (a_run, r" is the directory of a run; use its export: policy.path=\S+/export$"),
         (shutil.rmtree, ": no such file or directory"),
         (lambda path: (path / "config.json").unlink(), ": Unrecognized model"),
@@ -234,6 +237,11 @@ def test_an_adapter_beside_the_weights_is_merged_trained_and_exported(model, tmp
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert dict(policy.model.named_parameters()).keys() == dict(exported.named_parameters()).keys()
     assert all(parameter.requires_grad for parameter in policy.model.parameters())
+    above = opened(model, adapter=LORA | {"init_lora_weights": False}).model.eval()
+    with torch.no_grad(), above.disable_adapter():
+        assert_close(above(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        above.enable_adapter_layers()
+        assert (above(ids).logits - expected).abs().max() > 1e-3
 
 
 def test_a_model_without_an_embedding_for_padding_or_end_is_refused(model):

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from grpo_lightning.distributed.signals import Preempted
 from grpo_lightning.distributed.strategies import full_state_dict, is_sharded
 from grpo_lightning.logger import warn_on_failure
 from grpo_lightning.policy import Policy
+from grpo_lightning.policy.base import check_adapted
 
 log = logging.getLogger(__name__)
 
@@ -150,20 +152,23 @@ class Export(Callback):
     Args:
         directory: Where to write it.
         push_to_hub: NAME or ORG/NAME of a model on the hub, to which the export is uploaded.
+        adapter: Whether to write the adapter alone, in peft's format, rather than the model with its adapter merged.
     """
 
-    def __init__(self, directory: str, push_to_hub: str | None = None) -> None:
-        self.directory, self.push_to_hub = Path(directory), push_to_hub
+    def __init__(self, directory: str, push_to_hub: str | None = None, *, adapter: bool = False) -> None:
+        self.directory, self.push_to_hub, self.adapter = Path(directory), push_to_hub, adapter
 
-    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
+        if self.adapter:
+            check_adapted(module.policy, "callbacks.export.adapter=true")
         if stage == "fit" and trainer.is_global_zero:
             check_replaceable(self.directory)
 
     def on_fit_end(self, trainer: Trainer, module: Any) -> None:
         weights = full_state_dict(module.policy) if is_sharded(module.policy) else None
         if trainer.is_global_zero:
-            metrics, settings = module.metrics, module.settings
-            export(module.policy, self.directory, weights=weights, metrics=metrics, settings=settings)
+            metrics, settings, adapter = module.metrics, module.settings, self.adapter
+            export(module.policy, self.directory, weights=weights, metrics=metrics, settings=settings, adapter=adapter)
             if self.push_to_hub is not None:
                 upload(self.directory, self.push_to_hub)
 
@@ -175,6 +180,7 @@ def export(
     metrics: Mapping[str, float],
     settings: Mapping[str, Any],
     weights: Mapping[str, Tensor] | None = None,
+    adapter: bool = False,
 ) -> None:
     """Write weights, tokenizer and README.md to ``directory``: all of it or, when interrupted, nothing.
 
@@ -184,9 +190,10 @@ def export(
         metrics: For the model card.
         settings: For the model card.
         weights: The policy's weights, where the policy itself holds a shard of them.
+        adapter: As in `Export`.
 
     Raises:
-        ValueError: The directory holds something else than an export.
+        ValueError: The directory holds something else than an export, or there is no adapter to write.
         CannotSave: It could not be written.
     """
     directory = check_replaceable(directory).resolve()  # replaces what a link leads to, not the link
@@ -197,9 +204,8 @@ def export(
     with io.explain_write_errors(directory, needed, kept=kept):
         try:
             staged.mkdir(parents=True)
-            policy.export(staged, weights)
-            config = staged / "config.json"
-            version = json.loads(config.read_text())["transformers_version"] if config.exists() else None
+            (policy.export_adapter if adapter else policy.export)(staged, weights)
+            version = metadata.version("transformers") if adapter or (staged / "config.json").exists() else None
             (staged / "README.md").write_text(model_card(metrics, settings, transformers=version), encoding="utf-8")
             for path in staged.iterdir():  # safetensors makes files that only their owner can read
                 path.chmod(staged.stat().st_mode & 0o666)

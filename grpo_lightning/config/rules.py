@@ -197,10 +197,13 @@ RULES: dict[str, Rule] = {
         lambda v: re.fullmatch(r"([\w.-]+/)?[\w.-]+", str(v)) is not None, "NAME or ORG/NAME of the hub", null=True
     ),
     "mode": choice("fit", "validate", "export", "preflight"),
-    **_each(flag(), "rollout.rescore", "policy.activation_offload", "callbacks.doctor.stop"),
-    **_each(model_path(), "policy.path", "reference.path"),
+    **_each(
+        flag(), "rollout.rescore", "policy.activation_offload", "callbacks.doctor.stop", "callbacks.export.adapter"
+    ),
+    **_each(model_path(), "policy.path", "policy.adapter.path", "reference.path"),
     **_each(_ATTENTION, "policy.attn_implementation", "reference.attn_implementation"),
     "policy.dtype": choice(*_DTYPES),
+    "policy.adapter": Rule(lambda v: isinstance(v, Mapping), "{r: 16, lora_alpha: 32}, {path: DIRECTORY}", null=True),
     "policy.quantization": choice("8bit", "4bit", null=True),
     "policy.chat_template": Rule(lambda v: isinstance(v, str), "a file with a Jinja template", null=True),
     "policy.system_prompt": Rule(lambda v: isinstance(v, str), "a text", null=True),
@@ -374,8 +377,10 @@ def _delta(get: Reader) -> Iterator[str]:
 
 
 def _weights(get: Reader) -> Iterator[str]:
-    dtype, bits = get("policy.dtype"), get("policy").get("quantization")
-    if get("policy.adapter") is not None:
+    dtype, bits, adapter = get("policy.dtype"), get("policy").get("quantization"), get("policy.adapter")
+    if adapter is not None:
+        for key in adapter.keys() - {"path"} if "path" in adapter else ():
+            yield f"policy.adapter.{key}={adapter[key]} does not work with policy.adapter.path, whose config has it"
         return
     if get("mode") in ("fit", "preflight") and dtype != "float32":
         yield (
@@ -387,6 +392,8 @@ def _weights(get: Reader) -> Iterator[str]:
             f"policy.quantization={bits} needs policy.adapter, such as {{r: 16, lora_alpha: 32}}: quantized weights "
             "cannot be trained"
         )
+    if get("callbacks.export.adapter"):
+        yield "callbacks.export.adapter=true needs policy.adapter, such as {r: 16, lora_alpha: 32}"
 
 
 def _fsdp(get: Reader) -> Iterator[str]:

@@ -37,6 +37,19 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if is_adapted(model) else model
 
 
+def check_adapted(policy: Any, setting: str) -> None:
+    """Check that a policy has an adapter above the weights that it was loaded with, as ``setting`` needs.
+
+    Raises:
+        ValueError: It has none, or one whose initialization has changed those weights.
+    """
+    if not is_adapted(model := getattr(policy, "model", None)):
+        raise ValueError(f"{setting} needs an adapter, such as policy.adapter={{r: 16, lora_alpha: 32}}")
+    init = getattr(model.active_peft_config, "init_lora_weights", None)
+    if str(init).lower().startswith(("pissa", "olora", "corda", "loftq")):
+        raise ValueError(f"policy.adapter.init_lora_weights={init} does not work with {setting}: it changes the base")
+
+
 class Policy(nn.Module, ABC):
     """A causal language model with its tokenizer; subclasses compute the logits.
 
@@ -309,6 +322,10 @@ class Policy(nn.Module, ABC):
         ``weights`` are named as in ``state_dict``, where the policy holds a part of them only.
         """
         raise NotImplementedError(f"{type(self).__name__} is not exported")
+
+    def export_adapter(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write the adapter in peft's format, and the tokenizer; the arguments are those of `export`."""
+        raise NotImplementedError(f"{type(self).__name__} has no adapter")
 
     def _check_ids(self, text: str, ids: Sequence[int]) -> None:
         if self.num_embeddings is not None and max(ids, default=0) >= self.num_embeddings:

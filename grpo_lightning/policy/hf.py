@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from grpo_lightning.memory import Shape
 from grpo_lightning.policy.base import (
     Policy,
     base_of,
+    check_adapted,
     is_adapted,
     lengths,
     packed_microbatches,
@@ -201,6 +203,17 @@ class HFPolicy(Policy):
         self.tokenizer.save_pretrained(directory)
         _write_for_transformers_4(directory)
 
+    def export_adapter(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        check_adapted(self, "callbacks.export.adapter=true")
+        config, base = self.model.active_peft_config, base_of(self.model).name_or_path
+        config.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base
+        if weights is not None:
+            weights = {name.removeprefix("model."): value for name, value in weights.items()}
+        # Embeddings below an adapter of their own are those of the base.
+        self.model.save_pretrained(directory, state_dict=weights, save_embedding_layers=False)
+        self.tokenizer.save_pretrained(directory)
+        _write_for_transformers_4(directory)
+
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its name in the model's files, one at a time, adapters merged; a tied one under each name.
@@ -290,18 +303,18 @@ def saveable_config(generation: GenerationConfig | None) -> GenerationConfig | N
 
 def _write_for_transformers_4(directory: Path) -> None:
     """Add what transformers 4 reads, which else computes with another RoPE base and knows no class of the tokenizer."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config") or {}):
-        rope = part.get("rope_parameters") or {}
-        if "sliding_attention" in rope:  # Gemma 3 has a base for every kind of layer
-            part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope.get("full_attention") or rope
-        if "rope_theta" in rope:
-            part["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            part["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for path in directory.glob("config.json"):  # an adapter has none
+        config = json.loads(path.read_text(encoding="utf-8"))
+        for part in (config, config.get("text_config") or {}):
+            rope = part.get("rope_parameters") or {}
+            if "sliding_attention" in rope:  # Gemma 3 has a base for every kind of layer
+                part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = rope.get("full_attention") or rope
+            if "rope_theta" in rope:
+                part["rope_theta"] = rope["rope_theta"]
+            if rope.get("rope_type", "default") != "default":
+                part["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     path = directory / "tokenizer_config.json"
     words = json.loads(path.read_text(encoding="utf-8"))
     words = {name: words[name] for name in words if name not in ("backend", "is_local", "local_files_only")}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -25,7 +25,11 @@ from grpo_lightning.console import single_line
 from grpo_lightning.policy.chat import ChatTokenizer
 from grpo_lightning.policy.hf import HFPolicy, saveable_config, with_adapter
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 log = logging.getLogger(__name__)
+_ADAPTER = "policy.adapter.path"
 
 
 def load(
@@ -48,7 +52,8 @@ def load(
         dtype: Of the weights: float32, bfloat16 or float16.
         attn_implementation: transformers' name, such as sdpa or eager.
         trust_remote_code: Whether code that comes with the weights may run.
-        adapter: Arguments of peft's ``LoraConfig``: only the adapter is trained. null trains all weights.
+        adapter: Arguments of peft's ``LoraConfig``, or the ``path`` of a LoRA adapter to continue, a hub name or a
+            directory: only the adapter is trained. null trains all weights.
         quantization: 8bit or 4bit (bitsandbytes): frozen weights of a quarter or an eighth of the size, below an
             adapter. null: as they are.
         gradient_checkpointing: Whether a layer's activations are computed again in the backward pass, not kept.
@@ -58,7 +63,8 @@ def load(
             activation_offload, which with ``gradient_checkpointing`` is what lies between the layers.
 
     Raises:
-        ValueError: There is no such model, it lacks weights or tokens, or the chat template cannot show replies.
+        ValueError: There is no such model or adapter, weights or tokens are missing, the adapter does not fit the
+            model, or the chat template cannot show replies.
     """
     disable_progress_bar()
     directory, quantized = resolve_path(path, key), dict[str, Any]()
@@ -72,6 +78,7 @@ def load(
         )
         local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
         quantized["device_map"] = {"": f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"}
+    config = _adapter_config(adapter["path"], base=directory) if adapter and "path" in adapter else None
     tokenizer = _read_tokenizer(path, key, trust_remote_code, chat_template)
     with readable_errors(key, path):
         model = read_model(
@@ -86,7 +93,9 @@ def load(
             change = "with do_sample=true" if saved and saved.do_sample else "as its end tokens alone"
             log.warning("%s: its generation_config cannot be saved as it is; it is exported %s", path, change)
         if adapter is not None:
-            model = with_adapter(model, adapter)
+            model = with_adapter(model, config or adapter)
+        if adapter is not None and config is not None:
+            _load_adapter(model, adapter["path"])
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return HFPolicy(model, tokenizer, **options)
@@ -105,6 +114,39 @@ def load_chat(
     """The tokenizer of `load` with its chat template, without weights; takes the same arguments."""
     tokenizer = _read_tokenizer(path, "policy.path", trust_remote_code, chat_template)
     return ChatTokenizer(tokenizer, system_prompt=system_prompt, plain_text=plain_text, template_kwargs=template_kwargs)
+
+
+def _adapter_config(path: str, *, base: str) -> Any:
+    """The config, of peft, of a LoRA adapter that is continued above the model at ``base``."""
+    from peft import PeftConfig, PeftType  # which takes seconds
+
+    with readable_errors(_ADAPTER, path):
+        if Path(path).resolve() == Path(base).resolve():
+            raise ValueError("an adapter beside policy.path's weights is merged into them: name a copy of its files")
+        config: Any = PeftConfig.from_pretrained(local_or_hub(path, _ADAPTER))
+        if config.peft_type != PeftType.LORA:
+            raise ValueError(f"peft_type={config.peft_type}: only adapters of type LORA can be continued")
+    named = config.base_model_name_or_path
+    if named and Path(named).resolve() != Path(base).resolve():
+        log.warning("%s=%s was trained on %s, which is not policy.path=%s", _ADAPTER, path, named, base)
+    config.base_model_name_or_path, config.inference_mode = None, False
+    return config
+
+
+def _load_adapter(model: "PeftModel", path: str) -> None:
+    """Read the weights of the adapter at ``path`` into that of ``model``, which has its config."""
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    with readable_errors(_ADAPTER, path):
+        weights = load_peft_weights(local_or_hub(path, _ADAPTER), device=str(model.device))
+        try:
+            report = set_peft_model_state_dict(model, weights)
+            trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+            faults = ", ".join(sorted({*report.unexpected_keys, *(trained & {*report.missing_keys})}))
+        except (RuntimeError, KeyError) as error:
+            faults = str(error)
+        if faults:
+            raise ValueError(f"its weights are not those of an adapter of policy.path: {faults[:300]}")
 
 
 def _read_tokenizer(path: str, key: str, trust_remote_code: bool, chat_template: str | None) -> Any:
@@ -182,15 +224,17 @@ def resolve_path(path: str, key: str = "policy.path") -> str:
 def readable_errors(key: str, path: str) -> Iterator[None]:
     """Context that turns errors of reading a model into a ``ValueError`` of one sentence that names ``key``."""
     directory = Path(path).expanduser()
-    if not (directory / "config.json").exists() and (directory / "export" / "config.json").exists():
+    file = "adapter_config.json" if key == _ADAPTER else "config.json"
+    if not (directory / file).exists() and (directory / "export" / file).exists():
         raise ValueError(f"{key}={path!r} is the directory of a run; use its export: {key}={directory / 'export'}")
     if directory.suffix == ".ckpt":
         raise ValueError(
             f"{key}={path!r} is a checkpoint; checkpoint={path} begins with its policy, mode=export exports it"
         )
-    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+    if (directory / "adapter_config.json").exists() and not (directory / file).exists():
         raise ValueError(
-            f"{key}={path!r} is an adapter without its model; save peft's model.merge_and_unload() and name that"
+            f"{key}={path!r} is an adapter without its model; {_ADAPTER} continues one, or save peft's "
+            "model.merge_and_unload() and name that"
         )
     try:
         yield
