@@ -1,5 +1,8 @@
 """How processes share work, weights and gradients; whole runs of several processes are in test_processes.py."""
 
+import socket
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -142,7 +145,7 @@ def test_layers_are_gathered_in_bfloat16_kept_in_float32_and_compute_what_autoca
 
 
 def test_processes_that_a_trainer_starts():
-    for devices, expected in ((3, 3), ("2", 2), ([0, 4], 2), (1, 1)):
+    for devices, expected in ((3, 3), ("2", 2), ([0, 4], 2), ("0,4", 2), ("3,", 1), (1, 1)):
         assert num_processes({"devices": devices}) == expected
     assert num_processes({"devices": "auto", "accelerator": "cpu"}) == 1
 
@@ -160,6 +163,35 @@ def test_processes_of_a_sweep_or_a_launcher_share_a_named_directory(monkeypatch)
         with pytest.raises(ValueError, match=f"{key}: name a directory, such as {key}=runs/mine"):
             check_processes(several, directory_given=False, multirun=multirun)
         check_processes(several, directory_given=True, multirun=multirun)
+
+
+def test_as_many_processes_as_the_trainer_expects(monkeypatch):
+    two_hosts = composed("trainer=ddp", "trainer.devices=3", "trainer.num_nodes=2", "trainer.accelerator=cpu")
+    check = lambda config: check_processes(config, directory_given=True, multirun=False)  # noqa: E731
+    with pytest.raises(ValueError, match=r"trainer.num_nodes=2: nothing starts .* --nproc_per_node=3 --nnodes=2 "):
+        check(two_hosts)
+    check(two_hosts | {"mode": "preflight"})  # by one process
+    for name, value in {"RANK": "1", "WORLD_SIZE": "6", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    check(two_hosts)
+    check({**composed(), "mode": "export"})
+    check({**composed(), "trainer": {"_target_": "mine.Trainer"}})  # which may say otherwise how many
+    for config, given in ((composed(), "trainer.devices=1 trainer.num_nodes=1: 1 x 1"), (two_hosts, "2: 3 x 2")):
+        monkeypatch.setenv("WORLD_SIZE", "5")
+        with pytest.raises(ValueError, match=rf"{given} processes, but torchrun or SLURM has started 5"):
+            check(config)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a host that is lost is noticed by Linux")
+def test_connections_of_several_hosts_end_when_the_other_is_silent(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
+        for hosts, expected in ((1, (0, 0)), (2, (1, 30_000))):
+            strategy = ReplicatedStrategy(timeout=1)
+            strategy.num_nodes = hosts
+            strategy.setup_environment()
+            options = (socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert tuple(connection.getsockopt(*option) for option in options) == expected
 
 
 def test_strategies_that_cannot_work_are_refused_by_name():
@@ -207,14 +239,15 @@ def test_the_end_of_another_process_is_recognized():
     for error in (
         dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"),
         RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4"),
-        RuntimeError("NCCL communicator was aborted on rank 0."),
+        RuntimeError("NCCL communicator was aborted on rank 0.\n\nAt:\n  strategies.py(189): <lambda>"),
         RuntimeError("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting"),
         RuntimeError("Broken pipe. [TCPStore.cpp:127] Failed to send"),
     ):
         lost = lost_contact(error)
         assert isinstance(lost, PeerError)
         assert str(lost).startswith("lost contact with another process of the run")
-        assert str(error) in str(lost)
+        assert str(error).partition("\n")[0] in str(lost)
+        assert "\n" not in str(lost)
     for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
         RuntimeError("Connection reset by peer"),

@@ -228,6 +228,7 @@ RULES: dict[str, Rule] = {
         lambda v: isinstance(v, int | list) or bool(re.fullmatch(r"auto|-1|\d+(,\d+)*,?", str(v))),
         "a number, auto or -1 for all, or a list of the GPUs' numbers such as [0, 2]",
     ),
+    "trainer.num_nodes": integer(1),
     "trainer.precision": Rule(
         lambda v: v in ("32-true", "32", 32, "bf16-mixed"),
         "32-true or bf16-mixed (16-mixed would clip gradients before they are unscaled)",
@@ -536,6 +537,8 @@ def num_processes(trainer: Mapping[str, Any]) -> int:
     devices = trainer.get("devices", 1)
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len(devices.strip(",").split(","))
     if devices in ("auto", -1, "-1"):
         on_gpu = trainer.get("accelerator", "auto") != "cpu"
         return max(torch.cuda.device_count(), 1) if on_gpu else 1

@@ -149,7 +149,7 @@ def lost_contact(error: BaseException) -> PeerError | None:
         return None
     return PeerError(
         "lost contact with another process of the run: it was killed, ran out of memory, or did not answer within the "
-        f"time limit ({error})"
+        f"time limit ({str(error).partition(chr(10))[0]})"
     )
 
 

@@ -9,9 +9,11 @@ import os
 import re
 import shlex
 import shutil
+import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,12 @@ class _TwoBackends:
     """Mixin of strategies: tensors on GPUs travel by NCCL, Python objects by Gloo."""
 
     root_device: torch.device
+    num_nodes: int
+
+    def setup_environment(self) -> None:
+        super().setup_environment()  # type: ignore[misc]
+        if self.num_nodes > 1:
+            _fail_on_silence()
 
     def _get_process_group_backend(self) -> str:
         # Lightning ends a group at exit only where NCCL is the one backend. A thread of gloo's that still holds Python
@@ -53,6 +61,20 @@ def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         time.sleep(0.1)  # FSDP keeps threads of gloo's after the end of a group; they let go of Python's lock
+
+
+def _fail_on_silence() -> None:
+    """Let TCP connections fail after 30 s in which the other host does not answer, on Linux.
+
+    A host that loses power or its network closes no connection, and gloo, which has no option for this, would wait for
+    the timeout of the process group. The kernel answers for a process that is busy or stopped.
+    """
+    options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_USER_TIMEOUT": 30_000}  # s, s, ms
+    for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with suppress(OSError), socket.fromfd(int(descriptor), socket.AF_INET, socket.SOCK_STREAM) as connection:
+            for name, value in options.items():  # raises OSError for what is no TCP socket
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 class ReplicatedStrategy(_TwoBackends, DDPStrategy):
@@ -195,26 +217,43 @@ def is_externally_launched() -> bool:
 
 
 def check_processes(config: Mapping[str, Any], *, directory_given: bool, multirun: bool) -> None:
-    """Refuse what several processes would do differently from one another.
+    """Refuse a number of processes that cannot come about, and what they would do differently from one another.
 
     Raises:
-        ValueError: Processes started by torchrun or SLURM would each choose a run directory; or a sweep would start
-            processes of its own, each of which would run the sweep.
+        ValueError: Processes started by torchrun or SLURM are not as many as the trainer expects, or would each choose
+            a run directory; nothing starts those of other machines; or a sweep would start processes of its own, each
+            of which would run the sweep.
     """
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     number = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
+    trainer = config["trainer"]
+    devices, nodes = num_processes(trainer), trainer.get("num_nodes", 1)
+    trains = config["mode"] in ("fit", "validate") and trainer.get("_target_") == "lightning.Trainer"
+    given = f"trainer.devices={trainer.get('devices', 1)} trainer.num_nodes={nodes}"
     if is_externally_launched():
+        if trains and devices * nodes != number:
+            raise ValueError(
+                f"{given}: {devices} x {nodes} processes, but torchrun or SLURM has started {number} (WORLD_SIZE or "
+                "SLURM_NTASKS): set trainer.devices to those on each machine, and trainer.num_nodes to the machines"
+            )
         if number > 1 and not directory_given:
             raise ValueError(
                 f"{key}: name a directory, such as {key}=runs/mine; each of the {number} processes would make one of "
                 "its own"
             )
-    elif multirun and (devices := num_processes(config["trainer"])) > 1:
-        *python, name = command_words()
-        script = shlex.quote(name) if python else f"--no-python {name}"
+        return
+    *python, name = command_words()
+    torchrun = f"torchrun --nproc_per_node={devices}"
+    script = shlex.quote(name) if python else f"--no-python {name}"
+    if trains and nodes > 1 and "RANK" not in os.environ:
         raise ValueError(
-            f"trainer.devices={config['trainer']['devices']}: each further process would start the sweep (-m) anew; "
-            f"start all together: torchrun --nproc_per_node={devices} {script} -m ... {key}=DIRECTORY"
+            f"{given}: nothing starts the processes of the other machines; run this on each of them, with N from 0, or "
+            f"use SLURM: {torchrun} --nnodes={nodes} --node_rank=N --master_addr=HOST {script} ... {key}=DIRECTORY"
+        )
+    if multirun and devices > 1:
+        raise ValueError(
+            f"trainer.devices={trainer['devices']}: each further process would start the sweep (-m) anew; "
+            f"start all together: {torchrun} {script} -m ... {key}=DIRECTORY"
         )
 
 
