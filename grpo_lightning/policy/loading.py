@@ -140,7 +140,7 @@ def _load_adapter(model: "PeftModel", path: str) -> None:
     with readable_errors(_ADAPTER, path):
         weights = load_peft_weights(local_or_hub(path, _ADAPTER), device=str(model.device))
         try:
-            report = set_peft_model_state_dict(model, weights)
+            report: Any = set_peft_model_state_dict(model, weights)
             trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
             faults = ", ".join(sorted({*report.unexpected_keys, *(trained & {*report.missing_keys})}))
         except (RuntimeError, KeyError) as error:
