@@ -139,7 +139,11 @@ REDUCED = {
     "sft_tiny": (None, [*SUPERVISED, *TINY], 2),
     "sft_tiny_flawed": ("llama", SUPERVISED, 2),
     "smollm2_reasoning_taught": ("llama", SUPERVISED, 2),
-    "smollm2_reasoning": ("llama", [*SHORT, "rollout.group_size=3", "rollout.downsample.size=2"], 2),
+    "smollm2_reasoning": (
+        "llama",
+        [*SHORT, "rollout.group_size=3", "rollout.downsample.size=2", "schedule.warmup_steps=1"],
+        2,
+    ),
     "smollm2_arithmetic": ("llama", [*SHORT, "rollout.group_size=3", "rollout.downsample.size=2"], 2),
 }
 

@@ -64,12 +64,12 @@ def _destroy_process_group() -> None:
 
 
 def _fail_on_silence() -> None:
-    """Let TCP connections fail after 30 s in which the other host does not answer, on Linux.
+    """Let TCP connections fail after 20 s in which the other host does not answer, on Linux.
 
     A host that loses power or its network closes no connection, and gloo, which has no option for this, would wait for
     the timeout of the process group. The kernel answers for a process that is busy or stopped.
     """
-    options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_USER_TIMEOUT": 30_000}  # s, s, ms
+    options = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_USER_TIMEOUT": 20_000}  # s, s, ms
     for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with suppress(OSError), socket.fromfd(int(descriptor), socket.AF_INET, socket.SOCK_STREAM) as connection:
             for name, value in options.items():  # raises OSError for what is no TCP socket
