@@ -137,7 +137,7 @@ def test_every_part_of_the_config_has_a_module_of_its_name():
 
 
 BUDGETS = {"grpo_lightning": (22_270, 95), "tests": (18_750, 125), "benchmarks": (1_800, 18)}
-"""Folder -> most lines and files of Python. They fall with the code; only features that were decided on have raised them."""
+"""Folder -> most lines and files of Python. They fall with the code; only features decided on have raised them."""
 PAGES = {"README.md": 150, "CHANGELOG.md": 120, "docs/reliability.md": 90}
 
 
