@@ -206,7 +206,7 @@ def export(
             staged.mkdir(parents=True)
             (policy.export_adapter if adapter else policy.export)(staged, weights)
             version = metadata.version("transformers") if adapter or (staged / "config.json").exists() else None
-            (staged / "README.md").write_text(model_card(metrics, settings, transformers=version), encoding="utf-8")
+            (staged / "README.md").write_text(model_card(metrics, settings, version, adapter=adapter), encoding="utf-8")
             for path in staged.iterdir():  # safetensors makes files that only their owner can read
                 path.chmod(staged.stat().st_mode & 0o666)
         except BaseException:
@@ -245,11 +245,14 @@ def check_replaceable(directory: Path, *, key: str = "callbacks.export.directory
     )
 
 
-def model_card(metrics: Mapping[str, float], settings: Mapping[str, Any], *, transformers: str | None) -> str:
+def model_card(
+    metrics: Mapping[str, float], settings: Mapping[str, Any], transformers: str | None, *, adapter: bool
+) -> str:
     """A model card with base model, settings and result; ``transformers`` is the version that wrote it, if one did."""
     base = settings.get("policy", {}).get("path", "a model of a program")
     library, use = ("transformers", _LOAD_MODEL) if transformers else ("pytorch", _LOAD_STATE)
-    written = f" Written by transformers {transformers}; transformers 4 reads it, too." if transformers else ""
+    also = ", with the LoRA adapter alone" if adapter else "; transformers 4 reads it, too"
+    written = f" Written by transformers {transformers}{also}." if transformers else ""
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in sorted(metrics.items()) if name.startswith("val/"))
     return (
         f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [grpo, reinforcement-learning]\n---\n\n"
