@@ -141,7 +141,7 @@ REDUCED = {
     "smollm2_reasoning_taught": ("llama", SUPERVISED, 2),
     "smollm2_reasoning": (
         "llama",
-        [*SHORT, "rollout.group_size=3", "rollout.downsample.size=2", "schedule.warmup_steps=1"],
+        [*SHORT, "rollout.group_size=3", "rollout.downsample.size=2", "schedule.warmup_steps=0"],
         2,
     ),
     "smollm2_arithmetic": ("llama", [*SHORT, "rollout.group_size=3", "rollout.downsample.size=2"], 2),

@@ -27,7 +27,7 @@ def arguments(command):
     after = PROGRAM.split(re.sub(r"\s#.*", "", command))[-1]
     words = shlex.split(re.split(r"  +", after)[0])
     words = [
-        word.replace("glob(*)", "grpo").replace("experiment=mine", "experiment=annealed")
+        re.sub(r"glob\([^)]*\)", "grpo", word).replace("experiment=mine", "experiment=annealed")
         for word in words
         if "=" in word and not word.startswith(("-", "hydra."))
     ]

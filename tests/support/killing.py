@@ -21,7 +21,7 @@ class Kill(Callback):
 
     def __init__(self, step: int, moment: str, signal_number: int = int(signal.SIGKILL), rank: int = 0) -> None:
         self.step, self.moment, self.signal_number, self.rank = step, moment, signal_number, rank
-        self.polls = 0
+        self.checks = 0
 
     def kill(self):
         os.kill(os.getpid(), self.signal_number)
@@ -31,26 +31,28 @@ class Kill(Callback):
             self.kill()
 
     def setup(self, trainer, pl_module, stage):
+        if trainer.global_rank == self.rank and self.moment == "loading":
+            self.kill()
+
+    def on_fit_start(self, trainer, pl_module):
         if trainer.global_rank != self.rank:
             return
-        if self.moment == "loading":
-            self.kill()
-        poll, apply = pl_module.poll, pl_module.apply_gradients
+        check, apply = pl_module.loop.check, pl_module.apply_gradients
 
-        def polled():
+        def checked():
             moment = "rollout" if trainer.training else "validation"
             if moment == self.moment and pl_module.completed_steps + 1 == self.step and not trainer.sanity_checking:
-                self.polls += 1
-                if self.polls == 4:
+                self.checks += 1
+                if self.checks == 4:
                     self.kill()
-            poll()
+            check()
 
         def applied():
             if self.moment == "update" and pl_module.completed_steps + 1 == self.step:
                 self.kill()
             return apply()
 
-        pl_module.poll, pl_module.apply_gradients = polled, applied
+        pl_module.loop.check, pl_module.apply_gradients = checked, applied
 
 
 class Asked(Callback):
