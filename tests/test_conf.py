@@ -178,17 +178,18 @@ def leaves_of(node, key=""):
     return {} if node in (None, "???") else {key: node}
 
 
-@pytest.mark.slow  # 270 compositions
+@pytest.mark.slow
 def test_what_a_command_chooses_wins_over_an_experiment():
     def raw(*words):
         return OmegaConf.to_container(settings(*words), resolve=False)
 
     algorithms, policies = (sorted(path.stem for path in (CONF / part).glob("*.yaml")) for part in PARTS_CHOSEN)
     policies.remove("base")
-    for algorithm, policy in zip(algorithms, itertools.cycle(policies)):
+    experiments = sorted((CONF / "experiment").glob("*.yaml"))
+    for number, (algorithm, policy) in enumerate(zip(algorithms, itertools.cycle(policies))):
         choices = (f"algorithm={algorithm}", f"policy={policy}")
         alone = raw(*choices)
-        for path in sorted((CONF / "experiment").glob("*.yaml")):
+        for path in experiments[number % 5 :: 5]:  # each with two algorithms
             config = raw(*choices, f"experiment={path.stem}")
             for part in ("loss", "advantage", "reference", "policy"):
                 own, found = leaves_of(alone[part]), leaves_of(config[part])

@@ -114,14 +114,15 @@ def quote_value(value: str) -> str:
 
 
 def normalize_overrides(words: Sequence[str], conf: Path) -> list[str]:
-    """Overrides as Hydra reads them: logger=false is none, and texts with other letters than ASCII's are quoted."""
+    """Overrides as Hydra reads them: logger=false is none, policy.adapter.KEY may be new, other letters are quoted."""
 
     def normal(word: str) -> str:
         key, sign, value = word.partition("=")
         if value in ("null", "false") and (conf / key).is_dir() and key not in ("experiment", "sweep", "debug"):
             return f"{key}=none" if (conf / key / "none.yaml").exists() else f'{key}="{value}"'  # which is explained
+        key = f"++{key}" if key.startswith("policy.adapter.") else key  # which is null
         is_text = sign and not value.isascii() and value[0] not in "'\"[{" and not {"$", ","} & {*value}
-        return f"{key}={quote_value(value)}" if is_text else word
+        return f"{key}{sign}{quote_value(value) if is_text else value}"
 
     return [normal(word) for word in words]
 

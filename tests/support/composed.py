@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_lightning import recording
 from grpo_lightning.composition import compose_config, initialize_hydra, resolve_config
+from grpo_lightning.config.settings import normalize_overrides
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -37,7 +38,7 @@ def settings(*overrides: str) -> DictConfig:
 @lru_cache(64)
 def _compose(words: tuple[str, ...]) -> DictConfig:
     """What Hydra composes, with its files read once: a third of a second for every choice of files is saved."""
-    words = (f"run_dir={NOWHERE}", *words)
+    words = (f"run_dir={NOWHERE}", *normalize_overrides(words, CONF))
     parsed = OverridesParser.create().parse_overrides([*words])
     if any(one.is_force_add() for one in parsed):  # which may set again what another one sets
         return _from_files(words)
