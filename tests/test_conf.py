@@ -51,6 +51,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.slow
 def test_every_choice_composes_and_fits_its_target():
     for path in sorted(CONF.glob("*/*.yaml")):
         group, name = path.parent.name, path.stem

@@ -177,6 +177,9 @@ def test_the_summary_is_enough_unless_curves_are_asked_for(tmp_path):
     write_run(tmp_path / "last_only", ["seed=0"], [0.5], kind="none")
     [line] = compare(find_runs(tmp_path / "last_only")).lines[METRIC]
     assert (line.settings, line.last.mean, line.first) == ({"run": "last_only"}, 0.5, None)
+    metrics = {METRIC: 0.5, "val/words/pass@1": 0.25, "val/words/maj@4": 0.5}  # of a mixture
+    write_run(tmp_path / "mixture", ["seed=0"], [0.5], kind="none", metrics=metrics)
+    assert compare(find_runs(tmp_path / "mixture")).lines.keys() == {METRIC, "val/words/pass@1"}
 
 
 def test_unfinished_runs_are_listed_with_their_reason(sweep, capsys):

@@ -12,6 +12,7 @@ from grpo_lightning.data.datamodule import run_order
 from grpo_lightning.data.files import Inline, file_prompts
 from grpo_lightning.data.stream import Stream
 from grpo_lightning.reward.accuracy import of_source
+from grpo_lightning.rollout.collector import sampled_metrics
 from grpo_lightning.types import Prompts
 from tests.support import running
 from tests.test_data import settings, write
@@ -132,6 +133,9 @@ def test_a_mixture_keeps_its_quotas_and_rewards(sums, tmp_path):
     is_word = torch.tensor([name == "words" for name in scored.prompts.columns["data_source"] for _ in range(4)])
     assert torch.equal(scored.rewards["format"].isnan(), is_word)
     assert torch.equal(scored.rewards["total"][is_word], scored.rewards["custom"][is_word])
+    metrics = sampled_metrics(scored)
+    for name, rows in {"words": is_word, "sums": ~is_word}.items():
+        assert metrics[f"reward/{name}/total"] == pytest.approx(float(scored.rewards["total"][rows].mean()))
 
 
 def test_each_source_has_its_verifier():

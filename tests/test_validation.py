@@ -48,10 +48,13 @@ def validation(reward=REWARDS, **changed):
 
 def test_metrics_by_hand():
     policy, made = Fixed(), validation()
-    made.step(policy, Prompts(("p", "q"), {"answer": ("a", "b")}), completed_steps=0, context=make_context(seed=3))
+    columns = {"answer": ("a", "b"), "data_source": ("words", "sums")}
+    made.step(policy, Prompts(("p", "q"), columns), completed_steps=0, context=make_context(seed=3))
     # p: a, b, ab -> right, wrong, right;   q: "", abc, q -> wrong, right, wrong; every answer is another: ties
     assert made.compute() == {
         "val/pass@1": pytest.approx((2 / 3 + 1 / 3) / 2),
+        "val/words/pass@1": pytest.approx(2 / 3),
+        "val/sums/pass@1": pytest.approx(1 / 3),
         "val/pass@3": 1.0,
         "val/maj@3": pytest.approx((2 / 3 + 1 / 3) / 2),
         "val/reward/total": pytest.approx(7 / 6),
