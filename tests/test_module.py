@@ -13,7 +13,7 @@ from grpo_lightning.sampler.native import NativeSampler
 from grpo_lightning.types import Rollout
 from tests.support.composed import CONF, build
 from tests.support.mismatch import ragged
-from tests.support.running import small_module, small_run
+from tests.support.running import same, small_module, small_run, weights
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 
@@ -253,6 +253,22 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(tmp_pa
     assert all(parameter.isfinite().all() for parameter in module.policy.parameters())
     state = module.trainer.optimizers[0].state
     assert {int(values["step"]) for values in state.values()} == {2}
+
+
+def test_a_policy_learns_from_a_teacher_that_it_is_not_and_continues_exactly(tmp_path):
+    one, other = (
+        small_run(tmp_path / str(seed), "steps=0", f"seed={seed}") and tmp_path / f"{seed}/export" for seed in (0, 1)
+    )
+
+    def distilled(name, teacher, *words):
+        settings = ["algorithm=distillation", "policy=hf", f"policy.path={one}", f"reference.path={teacher}"]
+        return small_run(tmp_path / name, *settings, *words)
+
+    assert distilled("by_itself", one).metrics["optim/grad_norm"] == pytest.approx(0, abs=1e-6)
+    whole = distilled("whole", other, "steps=3")
+    assert whole.metrics["optim/grad_norm"] > 1e-3
+    distilled("broken", other, "steps=2")
+    assert same(weights(distilled("broken", other, "steps=3", "checkpoint=last")), weights(whole))
 
 
 @pytest.mark.slow
